@@ -1,0 +1,41 @@
+"""Errors of pptrain: `[where] what is wrong, with the values. What was expected. What to do.`
+
+`UserError` is a mistake in what was asked for, and the CLI shows it in one line; the others say that something that
+pptrain promises did not hold.
+"""
+
+
+class PptrainError(Exception):
+    """Any error that pptrain raises on purpose."""
+
+
+class UserError(PptrainError):
+    """A mistake in what was asked for."""
+
+
+class ConfigError(UserError):
+    """A flag, a YAML key or an argument that is unknown or has a value that it cannot have."""
+
+
+class PartitionError(UserError):
+    """Layers that cannot be divided into the stages asked for."""
+
+
+class ModelError(UserError):
+    """A model that cannot be loaded, cut or trained."""
+
+
+class DataError(UserError):
+    """Rows of a data set that cannot be trained on."""
+
+
+class BatchError(UserError):
+    """A batch that cannot be cut into the microbatches asked for, or has nothing to learn from."""
+
+
+class ScheduleError(PptrainError):
+    """A schedule or program that breaks a rule of its kind, or an action out of order."""
+
+
+class RanksDisagree(PptrainError):
+    """Ranks that were started with different settings."""

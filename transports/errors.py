@@ -1,0 +1,33 @@
+"""What can go wrong on the wire, told apart by whose fault it is.
+
+`TransportClosed`, `WaitOrder` and `TransportSetupError` are ours or the user's; `PeerLost` and `TransportTimeout` are the
+other side's; `BoundaryMismatch` and `DeadlockError` are a disagreement between both.
+"""
+
+
+class TransportError(RuntimeError):
+    """Any failure of a transport."""
+
+
+class TransportSetupError(TransportError):
+    """The transport cannot be started here: environment, host file or machine."""
+
+
+class TransportClosed(TransportError):
+    """This end was used after it was closed, or after its first error."""
+
+
+class PeerLost(TransportError):
+    """The process at the other end has ended."""
+
+
+class TransportTimeout(TransportError):
+    """The process at the other end is there but said nothing in time."""
+
+
+class BoundaryMismatch(TransportError):
+    """A message has another shape or dtype than its receiver expects."""
+
+
+class DeadlockError(TransportError):
+    """No rank can go on."""
