@@ -1,14 +1,14 @@
 """The interface that every transport keeps, and its law.
 
-A rank talks to its peers through one `Transport`. Whatever can take time is asked for first and waited for by **yielding**
-the `Wait` that was returned, so that one and the same generator runs in a simulated world, where the world decides who
-goes on, and over processes, where a wait blocks::
+A rank talks to its peers through one `Transport`. Whatever can take time is asked for first and waited for by
+**yielding** the `Wait` that was returned, so that one and the same generator runs in a simulated world, where the world
+decides who goes on, and over processes, where a wait blocks::
 
     sent = transport.send(activation, to=1, label="0F2")
     yield sent
-    cotangent = transport.receive((2, 16, 64), mx.bfloat16, source=1, label="1B2")   # an array now, its data later
-    ...                                                                              # build a graph with cotangent.array
-    yield transport.arrive(cotangent)                                                # now its data are there
+    cotangent = transport.receive((2, 16, 64), mx.bfloat16, source=1, label="1B2")  # an array now, its data later
+    ...                                                                             # build a graph with cotangent.array
+    yield transport.arrive(cotangent)                                               # now its data are there
 
 The law:
 
@@ -19,7 +19,8 @@ The law:
 3. `Receive.array` may be built into a graph at once. It must not be evaluated before its wait is over.
 4. A receive of another shape or dtype than the message is an error on the receiver, never other data, wherever the
    transport can know (the loopback always; tagless links in checked mode).
-5. `all_sum` and `barrier` are called by every rank in the same order, and go through the same queue as messages.
+5. `all_sum` and `barrier` are called by every rank in the same order, and go through the same queue as messages: what
+   was sent before one must be asked for with `arrive` before the same one, or a tagless link would read it as the sum.
 6. After its first error a transport is closed: it touches the wire no more.
 """
 
@@ -32,7 +33,7 @@ from typing import Literal, TypeVar
 import mlx.core as mx
 
 Lanes = Literal["single", "directional"]
-"""`single`: one communication at a time for each rank, blocking its program. `directional`: sends leave in the background."""
+"""`single`: each rank does one communication at a time, in program order. `directional`: sends leave in the background."""
 
 T = TypeVar("T")
 

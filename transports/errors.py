@@ -1,7 +1,7 @@
 """What can go wrong on the wire, told apart by whose fault it is.
 
-`TransportClosed`, `WaitOrder` and `TransportSetupError` are ours or the user's; `PeerLost` and `TransportTimeout` are the
-other side's; `BoundaryMismatch` and `DeadlockError` are a disagreement between both.
+`TransportClosed` and `TransportSetupError` are ours or the user's; `PeerLost` and `TransportTimeout` are the other
+side's; `BoundaryMismatch`, `UndeliveredMessage` and `DeadlockError` are a disagreement between both.
 """
 
 
@@ -27,6 +27,10 @@ class TransportTimeout(TransportError):
 
 class BoundaryMismatch(TransportError):
     """A message has another shape or dtype than its receiver expects."""
+
+
+class UndeliveredMessage(TransportError):
+    """A message was sent that its receiver did not take, before a collective or before the end."""
 
 
 class DeadlockError(TransportError):
