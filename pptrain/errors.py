@@ -39,3 +39,7 @@ class ScheduleError(PptrainError):
 
 class RanksDisagree(PptrainError):
     """Ranks that were started with different settings."""
+
+
+class NonFiniteError(PptrainError):
+    """A loss or gradient that is not a finite number; no state was changed."""

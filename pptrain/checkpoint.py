@@ -1,0 +1,87 @@
+"""What a run leaves behind: adapters in mlx-lm's own format, or a whole model directory, with whole-model names.
+
+Each rank holds the parameters of its own stage; the first rank writes, so what the others trained is handed down to it,
+neighbour by neighbour. Files are written beside their place and renamed, so that a kill leaves the one before whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.utils import save, save_config
+
+from pptrain.model import Slot
+from transports import Task, Transport
+
+ADAPTERS = "adapters.safetensors"
+
+
+def gather(transport: Transport, slots: Mapping[str, Slot], held: Sequence[Sequence[str]]) -> Task[dict[str, mx.array]]:
+    """Hand every parameter down to the first rank.
+
+    Args:
+        transport: This rank's.
+        slots: Where parameters live; those of other ranks give the shape and dtype.
+        held: The parameters that each rank keeps the truth of.
+
+    Returns:
+        On the first rank all of them, elsewhere those of this rank and the ranks above.
+    """
+    rank = transport.rank
+    arrays = {name: slots[name].array for name in held[rank]}
+    for name in [name for names in held[rank + 1 :] for name in names]:
+        template = slots[name].array
+        incoming = transport.receive(template.shape, template.dtype, rank + 1, name)
+        yield transport.arrive(incoming)
+        arrays[name] = incoming.array
+    if rank:
+        for name, array in arrays.items():
+            yield transport.send(array, rank - 1, name)
+    yield transport.flush()
+    return arrays
+
+
+def save_adapters(directory: Path, arrays: Mapping[str, mx.array], iteration: int | None = None) -> Path:
+    """Write the trained parameters as mlx-lm does: the newest, and with an iteration also a numbered copy.
+
+    Returns:
+        The file that was asked for.
+    """
+    newest = _write(directory / ADAPTERS, arrays)
+    return newest if iteration is None else _write(directory / f"{iteration:07d}_{ADAPTERS}", arrays)
+
+
+def save_adapter_config(directory: Path, config: Mapping[str, Any]) -> None:
+    """Write `adapter_config.json`, which tells `mlx_lm.load` how the adapters were put on."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_config(dict(config), directory / "adapter_config.json")
+
+
+def save_whole_model(
+    directory: Path, source: Path, slots: Mapping[str, Slot], arrays: Mapping[str, mx.array], parts: tuple[Any, Any, Any]
+) -> None:
+    """Write a model directory that `mlx_lm.load` takes; what did not train is read from the source.
+
+    Args:
+        directory: Where to.
+        source: The directory that the model was loaded from.
+        slots: Where parameters live.
+        arrays: What was trained, from all ranks.
+        parts: Model, tokenizer and config.
+    """
+    for name, array in arrays.items():
+        slots[name].array = array
+    model, tokenizer, config = parts
+    save(directory, str(source), model, tokenizer, dict(config), donate_model=False)
+
+
+def _write(path: Path, arrays: Mapping[str, mx.array]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.stem}.partial.safetensors")
+    mx.save_safetensors(str(beside), dict(arrays))
+    os.replace(beside, path)
+    return path

@@ -1,0 +1,329 @@
+"""The pipeline as a user holds it: a model, cut into stages, with gradients, training steps and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+
+from pptrain import partition
+from pptrain.errors import ConfigError
+from pptrain.executor import Executor, materialize
+from pptrain.microbatch import Microbatch, TokenLoss, count_tokens, cross_entropy, cut, kept_random_state
+from pptrain.model import Slot, find_layers, find_slots, has_dropout, trainable_names
+from pptrain.optimizer import Grads, add_shared, check_finite, clip, global_norm, square_sum, to_tree, update
+from pptrain.program import Program, lower
+from pptrain.reference import Result
+from pptrain.schedule import Action, Span, StageSchedule, find_schedule, forward_only, unroll
+from pptrain.stage import Cut, Recompute, Stage, Work
+from transports import LoopbackWorld, Task, Transport, Wait, World, open_world
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a training step says, the same on every rank."""
+
+    loss: float
+    """Token losses over unmasked tokens."""
+    losses: tuple[float, ...]
+    """Each microbatch's share of the loss; they add up to it."""
+    num_tokens: int
+    grad_norm: float
+    """Global, before clipping."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What one run of the program leaves behind."""
+
+    losses: list[mx.array]
+    squares: list[mx.array]
+    grads: Grads
+
+
+class Pipeline:
+    """A model cut into stages, run over a transport; its numbers are `reference`'s, bit for bit.
+
+    Args:
+        model: An mlx-lm model, its weights lazy or not, LoRA put on already. Its current parameters are read at each call.
+        num_stages: Into how many stages; one, or with a transport the number of its ranks, where it is not given.
+        layers: An explicit cut: layers of each stage.
+        schedule: A name of `pptrain.schedule.SCHEDULES`, or a function like those.
+        transport: `loopback`, `ring`, `jaccl`, or a `transports.World`.
+        recompute: What is run again in the backward instead of being kept: nothing, each layer, or the whole stage.
+        loss: Token losses of logits and targets.
+        seed: Of the dropout masks.
+        compile: Whether to compile each segment for each shape; None for where it pays: on a GPU.
+
+    Raises:
+        PartitionError: If the layers cannot be divided so.
+        ConfigError: If the schedule or transport is unknown, or has another number of ranks.
+        ModelError: If the model has no layers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_stages: int | None = None,
+        *,
+        layers: Sequence[int] | None = None,
+        schedule: str | StageSchedule = "1f1b",
+        transport: str | World = "loopback",
+        recompute: Recompute = "none",
+        loss: TokenLoss = cross_entropy,
+        seed: int = 0,
+        compile: bool | None = None,
+    ) -> None:
+        self.model = model
+        world = transport if isinstance(transport, World) else None
+        num_layers = len(find_layers(model))
+        default = len(layers) if layers is not None else world.world_size if world else 1
+        self.num_stages = default if num_stages is None else num_stages
+        self.layers = (
+            partition.even(num_layers, self.num_stages)
+            if layers is None
+            else partition.explicit(num_layers, layers, num_stages)
+        )
+        self._schedule = find_schedule(schedule) if isinstance(schedule, str) else schedule
+        self._recompute: Recompute = recompute
+        self._loss, self._seed, self._compile = loss, seed, compile
+        self.world = world or _open(transport, self.num_stages)
+        if self.world.world_size != self.num_stages:
+            raise ConfigError(
+                f"[stages] {self.num_stages} stages were asked for, but the transport has {self.world.world_size} ranks. "
+                "Expected one rank for each stage. Start as many processes as stages, or change --stages."
+            )
+        self.placement = tuple(range(self.num_stages))
+        self.num_steps = 0
+        """Steps taken; part of what dropout masks depend on."""
+        self._cut: Cut | None = None
+        self._cut_key: object = None
+        self._stages = dict[int, Stage]()
+        self._programs = dict[object, tuple[Program, ...]]()
+        self.spans = dict[int, list[Span]]()
+        """What each local rank ran last, and when."""
+
+    # -- what a user calls ---------------------------------------------------------------------------------------------
+
+    def value_and_grad(self, batch: mx.array, lengths: mx.array, num_microbatches: int, *, step: int = 0) -> Result:
+        """Loss and gradients of a batch.
+
+        Args:
+            batch: int32 `[batch, seq + 1]`, as mlx-lm's `iterate_batches` makes it.
+            lengths: int32 `[batch, 2]`, first and last target position that counts, from 1, both included.
+            num_microbatches: Into how many parts the rows are cut; the larger ones come first.
+            step: Number of the step, for dropout masks.
+
+        Returns:
+            `grads` is float32 with the whole model's names; over processes it holds this rank's own leaves.
+
+        Raises:
+            BatchError: If the batch cannot be cut so, or is fully masked.
+            TransportError: What went wrong on the wire.
+        """
+        microbatches = cut(batch, lengths, num_microbatches)
+        done = self._differentiate(microbatches, step)
+        return Result(_total(done.losses), count_tokens(microbatches), to_tree(done.grads), tuple(done.losses))
+
+    def step(
+        self,
+        optimizer: optim.Optimizer,
+        batch: mx.array,
+        lengths: mx.array,
+        num_microbatches: int,
+        *,
+        max_grad_norm: float | None = None,
+    ) -> StepResult:
+        """A whole training step: gradients, global norm, clipping, update. See `value_and_grad` for the arguments.
+
+        Raises:
+            NonFiniteError: If a loss or gradient is not a number, on every rank alike; nothing was updated.
+        """
+        return self.step_microbatches(optimizer, cut(batch, lengths, num_microbatches), max_grad_norm=max_grad_norm)
+
+    def step_microbatches(
+        self, optimizer: optim.Optimizer, microbatches: Sequence[Microbatch], *, max_grad_norm: float | None = None
+    ) -> StepResult:
+        """`step` over microbatches that are cut already, of any widths: several batches before one update."""
+        done = self._differentiate(microbatches, self.num_steps)
+        norm = global_norm(done.squares)
+        names = self._current_cut(microbatches[0]).trainable
+        losses, squares = [loss.item() for loss in done.losses], [square.item() for square in done.squares]
+        check_finite(losses, dict(zip(names, squares, strict=True)))
+        grads = done.grads if max_grad_norm is None else clip(done.grads, norm, max_grad_norm)
+        update(optimizer, self.model, self.slots, grads)
+        self.num_steps += 1
+        return StepResult(_total(done.losses).item(), tuple(losses), count_tokens(microbatches), norm.item())
+
+    def loss_sum(self, microbatches: Sequence[Microbatch]) -> float:
+        """Evaluation: token losses of all microbatches, summed, in evaluation mode; the same value on every rank.
+
+        Nothing is kept, and parameters, optimizer and random state stay as they are.
+        """
+        with _evaluation_mode(self.model):
+            done = self._run(microbatches, forward_only, keep=False, step=0, num_tokens=1)
+        return _total(done.losses).item()
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        """Where the whole model's parameters live."""
+        assert self._cut is not None
+        return self._cut.slots
+
+    def stage(self, stage: int) -> Stage:
+        """A local stage, after the first call that ran it."""
+        return self._stages[stage]
+
+    def own_names(self, rank: int) -> list[str]:
+        """Every parameter, frozen or not, that a rank's stage reads; known after the first call or `load`."""
+        assert self._cut is not None
+        return self._cut.used(self._sites(rank))
+
+    def load(self, microbatch: Microbatch) -> None:
+        """Read the local stages' own weights, and nothing else, from disk; any microbatch shows which those are."""
+        self._prepare(microbatch)
+        materialize([self.slots[name].array for rank in self.world.local_ranks for name in self.own_names(rank)])
+
+    def run(self, task_of: Mapping[int, Task[T]]) -> dict[int, T]:
+        """Run a task on each local rank."""
+        return self.world.run(task_of)
+
+    def trained_by(self, rank: int) -> list[str]:
+        """Trainable parameters that a rank keeps the truth of: those that it reads and no lower rank does."""
+        assert self._cut is not None
+        return [name for name in self._cut.trainable if self._holders(name)[0] == rank]
+
+    # -- how it is done ------------------------------------------------------------------------------------------------
+
+    def _differentiate(self, microbatches: Sequence[Microbatch], step: int) -> _Pass:
+        return self._run(microbatches, self._schedule, keep=True, step=step, num_tokens=count_tokens(microbatches))
+
+    def _run(
+        self, microbatches: Sequence[Microbatch], schedule: StageSchedule, keep: bool, step: int, num_tokens: int
+    ) -> _Pass:
+        self._prepare(microbatches[0])
+        count = mx.array(num_tokens, mx.float32)
+        works = [Work(m, j, count, self._seed, step) for j, m in enumerate(microbatches)]
+        programs = self._lowered(schedule, len(works))
+        tasks = {rank: self._task(rank, programs[rank], works, keep) for rank in self.world.local_ranks}
+        with kept_random_state():
+            done = list(self.run(tasks).values())
+        grads: Grads = {}
+        for one in reversed(done):
+            grads.update(one.grads)
+        # In tree order, so that the tree looks like the model's.
+        order = [name for name in self._current_cut(microbatches[0]).trainable if name in grads]
+        return _Pass(done[0].losses, done[0].squares, {name: grads[name] for name in order})
+
+    def _task(self, rank: int, program: Program, works: Sequence[Work], keep: bool) -> Task[_Pass]:
+        transport, stage = self.world.transport(rank), self._stages[rank]
+        stage.begin_step()
+        executor = Executor(program, {rank: stage}, self.placement, transport, keep)
+        yield from executor.run(works)
+        self.spans[rank] = executor.spans
+        grads = dict(stage.grads)
+        if keep:
+            yield from self._complete(transport, grads)
+        losses, squares = yield from self._summary(transport, stage, grads, len(works), keep)
+        return _Pass(losses, squares, grads)
+
+    def _complete(self, transport: Transport, grads: Grads) -> Task[None]:
+        """Sum what ranks share, and give zeros to what nothing uses."""
+        assert self._cut is not None
+        for name in self._cut.trainable:
+            ranks = self._holders(name)
+            template = self._cut.slots[name].array
+            if len(ranks) > 1:
+                yield from add_shared(transport, grads, ranks, name, template)
+            elif ranks[0] == transport.rank and name not in grads:
+                grads[name] = mx.zeros(template.shape, mx.float32)
+
+    def _summary(
+        self, transport: Transport, stage: Stage, grads: Grads, num_microbatches: int, keep: bool
+    ) -> Generator[Wait, None, tuple[list[mx.array], list[mx.array]]]:
+        """Losses and squared norms of every leaf, known to all: each stands at one rank, zeros elsewhere add nothing."""
+        assert self._cut is not None
+        names = self._cut.trainable if keep else ()
+        zero = mx.array(0.0)
+        losses = [stage.losses.get(j, zero) for j in range(num_microbatches)]
+        held = [name in grads and self._holders(name)[0] == transport.rank for name in names]
+        squares = [square_sum(grads[name]) if mine else zero for name, mine in zip(names, held, strict=True)]
+        summed = transport.all_sum(mx.stack([*losses, *squares]), "losses and norms")
+        yield summed
+        values = [summed.array[i] for i in range(num_microbatches + len(names))]
+        return values[:num_microbatches], values[num_microbatches:]
+
+    def _current_cut(self, microbatch: Microbatch) -> Cut:
+        slots = find_slots(self.model)
+        compile = self._compile if self._compile is not None else mx.default_device() == mx.gpu
+        # Masks are drawn from seeds that a compiled function would freeze.
+        compile = compile and not has_dropout(self.model)
+        key = (trainable_names(self.model), tuple((name, id(slot.container)) for name, slot in slots.items()), compile)
+        if self._cut is None or self._cut_key != key:
+            self._cut = Cut.of(self.model, microbatch.inputs, self._loss, compile)
+            self._cut_key = key
+            self._stages.clear()
+            self._programs.clear()
+        return self._cut
+
+    def _prepare(self, microbatch: Microbatch) -> None:
+        cut = self._current_cut(microbatch)
+        for rank in self.world.local_ranks:
+            if rank not in self._stages:
+                self._stages[rank] = Stage(cut, rank, self._ranges[rank], self._recompute)
+
+    @property
+    def _ranges(self) -> tuple[range, ...]:
+        return partition.ranges(self.layers)
+
+    def _sites(self, stage: int) -> range:
+        layers = self._ranges[stage]
+        return range(layers.start + 1 if stage else 0, layers.stop + 1)
+
+    def _holders(self, name: str) -> list[int]:
+        """The ranks that read a parameter, ascending; a trainable one that none reads is the first rank's."""
+        assert self._cut is not None
+        uses = self._cut.trace.uses
+        ranks = [r for r in range(self.num_stages) if any(name in uses[site] for site in self._sites(r))]
+        return ranks or [0]
+
+    def _lowered(self, schedule: StageSchedule, num_microbatches: int) -> tuple[Program, ...]:
+        key = (schedule, num_microbatches)
+        if key not in self._programs:
+            actions: dict[int, list[Action]] = unroll(schedule, self.num_stages, num_microbatches)
+            assert self._cut is not None
+            passing = {s for s in range(1, self.num_stages) if self._cut.first_trained_site < self._sites(s).start}
+            lanes = self.world.transport(self.world.local_ranks[0]).lanes
+            self._programs[key] = lower(actions, self.placement, lanes, passing)
+        return self._programs[key]
+
+
+def _total(losses: Sequence[mx.array]) -> mx.array:
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return total
+
+
+def _open(name: str | World, num_stages: int) -> World:
+    if name == "loopback":
+        return LoopbackWorld(num_stages)
+    assert isinstance(name, str)
+    return open_world(name)
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,424 @@
+"""A stage: the model's own forward, cut at the layer boundaries, and its gradients.
+
+Cutting is done by interception. A stage runs the whole model's `__call__`; layers before the stage hand their input
+through, the received boundary takes the place of the first own layer's input, and the forward ends where the next stage's
+first layer would be called. What lies outside is built but never evaluated: it costs nothing, and its weights are never
+read. Layer numbers, masks and patterns stay the whole model's.
+
+A stage builds lazy graphs and evaluates none of them: it hands the arrays to the executor, which evaluates them in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from pptrain.errors import ScheduleError
+from pptrain.microbatch import Microbatch, TokenLoss, loss_share, mask_seed
+from pptrain.model import (
+    Boundary,
+    Call,
+    Slot,
+    Specs,
+    Trace,
+    boundaries,
+    find_layers,
+    find_slots,
+    intercepted,
+    replaced,
+    trace,
+    trainable_names,
+)
+
+Recompute = Literal["none", "layer", "stage"]
+
+Parts = Generator[list[mx.array], None, None]
+"""Lists of arrays to evaluate, one after another."""
+
+_MAX_SHAPES = 8
+"""Compiled functions and boundaries are kept for so many shapes, so that ragged data do not fill the memory."""
+
+
+def _make_room(cache: dict[Any, Any]) -> None:
+    while len(cache) >= _MAX_SHAPES:
+        cache.pop(next(iter(cache)))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a forward is about: one microbatch of one step."""
+
+    microbatch: Microbatch
+    index: int
+    """Its place in the step: gradients are added in this order."""
+    num_tokens: mx.array
+    """float32 scalar: unmasked tokens of all microbatches of the step."""
+    seed: int
+    step: int
+
+
+@dataclass(slots=True)
+class Graph:
+    """The backward of one vjp graph: its parts are evaluated when the schedule asks for them."""
+
+    input_cotangents: Boundary
+    """Empty where the segment's input is the tokens."""
+    grads: list[mx.array]
+
+
+class _Reached(Exception):  # noqa: N818
+    """Ends a forward early: the next stage's first layer would be called now."""
+
+    def __init__(self, boundary: mx.array) -> None:
+        self.boundary = boundary
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The model and what all of its stages share."""
+
+    model: nn.Module
+    trace: Trace
+    trainable: tuple[str, ...]
+    loss: TokenLoss
+    compile: bool
+
+    _boundaries: dict[tuple[int, ...], tuple[Specs, ...]] = field(default_factory=dict[Any, Any])
+
+    @staticmethod
+    def of(model: nn.Module, tokens: mx.array, loss: TokenLoss, compile: bool = False) -> Cut:
+        """Look at the model as it is now; `tokens` `[microbatch_size, seq]` are of any shape that it takes."""
+        return Cut(model, trace(model, tokens), trainable_names(model), loss, compile)
+
+    def boundary(self, layer: int, tokens: mx.array) -> Specs:
+        """What enters a layer when the model is given these tokens; kept for each of the last shapes."""
+        shape = tuple(tokens.shape)
+        if shape not in self._boundaries:
+            _make_room(self._boundaries)
+            self._boundaries[shape] = boundaries(self.model, tokens)
+        return self._boundaries[shape][layer]
+
+    @cached_property
+    def layers(self) -> list[nn.Module]:
+        """All layers, in forward order."""
+        return find_layers(self.model)
+
+    @cached_property
+    def slots(self) -> dict[str, Slot]:
+        """Where each parameter lives."""
+        return find_slots(self.model)
+
+    @cached_property
+    def first_trained_site(self) -> int:
+        """No cotangent goes further back than this site; one past the last if nothing trains."""
+        trained = set(self.trainable)
+        sites = [site for site, names in enumerate(self.trace.uses) if names & trained]
+        return min(sites, default=len(self.trace.uses))
+
+    @property
+    def num_sites(self) -> int:
+        """One more than layers."""
+        return len(self.trace.uses)
+
+    def used(self, sites: range) -> list[str]:
+        """Names of all parameters that these sites read, in tree order."""
+        names = frozenset[str]().union(*(self.trace.uses[site] for site in sites))
+        return [name for name in self.slots if name in names]
+
+
+class Segment:
+    """Consecutive sites of the forward as one differentiable function (sites: see `Trace`)."""
+
+    def __init__(self, cut: Cut, sites: range) -> None:
+        self.sites = sites
+        self._cut = cut
+        used, trained = cut.used(sites), set(cut.trainable)
+        self.names = [name for name in cut.trainable if name in set(used)]
+        self._slots = [cut.slots[name] for name in self.names]
+        self._frozen = [cut.slots[name] for name in used if name not in trained]
+        self._compiled = dict[Any, Callable[..., Any]]()
+
+    @property
+    def trains(self) -> bool:
+        """Whether a cotangent that enters here reaches anything that trains."""
+        return self._cut.first_trained_site < self.sites.stop
+
+    @property
+    def passes_cotangent(self) -> bool:
+        """Whether anything before this segment trains."""
+        return self._cut.first_trained_site < self.sites.start
+
+    def forward(self, work: Work, boundary: Boundary) -> Boundary:
+        """The boundary after the last site, or at the model's end the microbatch's share of the loss.
+
+        Args:
+            work: The microbatch.
+            boundary: What enters the first site, `[microbatch_size, seq, hidden]`; empty where that is the tokens.
+        """
+
+        def around(layer: int, call: Call, given: mx.array) -> Any:
+            site = layer + 1
+            if site == self.sites.stop:
+                raise _Reached(given)
+            if site < self.sites.start:
+                return given
+            mx.random.seed(mask_seed(work.seed, work.step, work.index, site))
+            # A handle of our own: some models change the array in place after the stack.
+            return call(mx.array(boundary[0]) if site == self.sites.start else given)
+
+        mx.random.seed(mask_seed(work.seed, work.step, work.index, 0))
+        try:
+            with intercepted(self._cut.layers, around):
+                logits = self._cut.model(work.microbatch.inputs)
+        except _Reached as reached:
+            return [mx.array(reached.boundary)]
+        return [loss_share(logits, work.microbatch, work.num_tokens, self._cut.loss)]
+
+    def differentiate(self, work: Work, boundary: Boundary, cotangents: Boundary) -> tuple[Boundary, Graph]:
+        """Build forward and backward as one graph. The cotangents' data may come later.
+
+        Returns:
+            The output, and what is left of the graph once the output has been evaluated.
+        """
+        weights = [slot.array for slot in self._slots]
+        if not self._cut.compile:
+            output, *backward = self._vjp(work, boundary, cotangents, weights)
+            return output, Graph(*backward)
+        frozen = [slot.array for slot in self._frozen]
+        m = work.microbatch
+        function = self._compiled_for(tuple(m.tokens.shape))
+        output, *backward = function(m.tokens, m.lengths, work.num_tokens, boundary, cotangents, weights, frozen)
+        return output, Graph(*backward)
+
+    def _vjp(
+        self, work: Work, boundary: Boundary, cotangents: Boundary, weights: list[mx.array]
+    ) -> tuple[Boundary, Boundary, list[mx.array]]:
+        inputs = len(boundary)
+
+        def function(*primals: mx.array) -> Boundary:
+            with replaced(self._slots, primals[inputs:]):
+                return self.forward(work, list(primals[:inputs]))
+
+        output, grads = mx.vjp(function, [*boundary, *weights], cotangents)
+        return output, grads[:inputs], grads[inputs:]
+
+    def _compiled_for(self, shape: tuple[int, ...]) -> Callable[..., Any]:
+        """One compiled function for each shape, the oldest dropped: MLX itself would keep one for each shape for ever.
+
+        All that the function reads is an input, since whatever it closed over would be frozen into it.
+        """
+        if shape not in self._compiled:
+            _make_room(self._compiled)
+            self._compiled[shape] = mx.compile(self._pure)
+        return self._compiled[shape]
+
+    def _pure(
+        self,
+        tokens: mx.array,
+        lengths: mx.array,
+        num_tokens: mx.array,
+        boundary: Boundary,
+        cotangents: Boundary,
+        weights: list[mx.array],
+        frozen: list[mx.array],
+    ) -> tuple[Boundary, Boundary, list[mx.array]]:
+        # No random mask is drawn here (see `Pipeline`), so seed, step and index do not matter.
+        work = Work(Microbatch(tokens, lengths), 0, num_tokens, 0, 0)
+        with replaced(self._frozen, frozen):
+            return self._vjp(work, boundary, cotangents, weights)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a segment keeps of one microbatch between forward and backward."""
+
+    segment: Segment
+    work: Work
+    boundary: Boundary
+    graph: Graph | None = None
+
+    def build(self, cotangents: Boundary) -> Boundary:
+        output, self.graph = self.segment.differentiate(self.work, self.boundary, cotangents)
+        return output
+
+    def backward(self, cotangents: Boundary) -> Graph:
+        """The graph kept since the forward, or one built now, whose forward runs again."""
+        return self.graph or self.segment.differentiate(self.work, self.boundary, cotangents)[1]
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Gradients added in float32, in ascending order of microbatches whatever the order in which they come."""
+
+    next_index: int = 0
+    sums: dict[str, mx.array] = field(default_factory=dict[str, mx.array])
+    early: dict[int, dict[str, mx.array]] = field(default_factory=dict[int, dict[str, mx.array]])
+
+    def add(self, index: int, grads: dict[str, mx.array]) -> list[mx.array]:
+        """Returns the arrays to evaluate."""
+        self.early[index] = grads
+        while (ready := self.early.pop(self.next_index, None)) is not None:
+            self.next_index += 1
+            for name, grad in ready.items():
+                grad = grad.astype(mx.float32)
+                self.sums[name] = self.sums[name] + grad if name in self.sums else grad
+        return [*self.sums.values(), *(g for waiting in self.early.values() for g in waiting.values())]
+
+
+class Stage:
+    """Consecutive layers run together, with the residuals and gradients of one step."""
+
+    def __init__(self, cut: Cut, stage: int, layers: range, recompute: Recompute = "none") -> None:
+        self.stage = stage
+        self.layers = layers
+        self.is_first, self.is_last = layers.start == 0, layers.stop == cut.num_sites - 1
+        self._recompute = recompute
+        self.sites = range(0 if self.is_first else layers.start + 1, layers.stop + 1)
+        self._segments = [Segment(cut, sites) for sites in _segment_sites(cut, self.sites, recompute)]
+        self.names = [name for name in cut.trainable if any(name in segment.names for segment in self._segments)]
+        self._cut = cut
+        self.begin_step()
+
+    @property
+    def trains(self) -> bool:
+        """Whether this stage has a backward: something in it, or before it, trains."""
+        return self._segments[-1].trains
+
+    @property
+    def passes_cotangent(self) -> bool:
+        """Whether the stage before needs a cotangent from this one."""
+        return self._segments[0].passes_cotangent
+
+    def begin_step(self) -> None:
+        """Forget the residuals and gradients of the step before."""
+        self._kept = dict[int, list[_Kept]]()
+        self._grads = dict[int, dict[str, mx.array]]()
+        self._input_cotangents = dict[int, Boundary]()
+        self._sums = _Sums()
+        self.losses = dict[int, mx.array]()
+        self.max_live_residuals = 0
+
+    @property
+    def grads(self) -> Mapping[str, mx.array]:
+        """Gradients of all microbatches so far, float32, by whole-model name."""
+        return self._sums.sums
+
+    @property
+    def num_live_residuals(self) -> int:
+        """Microbatches that have had their forward and not their whole backward."""
+        return len(self._kept)
+
+    def specs_in(self, work: Work) -> Specs:
+        """What this stage receives going forward, and sends going backward."""
+        return self._cut.boundary(self.layers.start, work.microbatch.inputs)
+
+    def specs_out(self, work: Work) -> Specs:
+        """What this stage sends going forward, and receives going backward."""
+        return self._cut.boundary(self.layers.stop, work.microbatch.inputs)
+
+    def forward(self, work: Work, boundary: Boundary, cotangents: Boundary, keep: bool = True) -> Boundary:
+        """Build the forward of one microbatch, and with it the backward where nothing is recomputed.
+
+        Args:
+            work: The microbatch.
+            boundary: What the stage before sent, `[microbatch_size, seq, hidden]` in the model's dtype; empty on the
+                first stage.
+            cotangents: Gradients of the loss by this stage's outputs; their data may come later. Empty on the last
+                stage, and where nothing is to be differentiated.
+            keep: False for evaluation: no residuals.
+
+        Returns:
+            The outputs for the next stage, or on the last stage the microbatch's share of the loss, unevaluated.
+
+        Raises:
+            ScheduleError: If this microbatch has had its forward.
+        """
+        if work.index in self._kept or work.index in self.losses:
+            raise ScheduleError(f"[stage {self.stage}] {self.stage}F{work.index} came twice. Run each action once.")
+        kept = list[_Kept]()
+        for segment in self._segments:
+            item = _Kept(segment, work, boundary)
+            if keep and segment.trains:
+                kept.append(item)
+            at_once = keep and segment.trains and segment is self._segments[-1] and self._recompute == "none"
+            boundary = item.build(self._seeded(cotangents)) if at_once else segment.forward(work, boundary)
+        if kept:
+            self._kept[work.index] = kept
+            self.max_live_residuals = max(self.max_live_residuals, len(self._kept))
+        if self.is_last:
+            self.losses[work.index] = boundary[0]
+        return boundary
+
+    def backward(self, index: int, cotangents: Boundary) -> Parts:
+        """Pull cotangents back through the stage and add to its gradients; the residuals are freed.
+
+        Args:
+            index: Which microbatch's forward this answers.
+            cotangents: Gradients of the loss by this stage's outputs, their data there; empty on the last stage.
+
+        Yields:
+            Arrays to evaluate before going on.
+
+        Raises:
+            ScheduleError: If this microbatch has had no forward, or has had its backward.
+        """
+        yield from self._pull_back(index, cotangents, whole=True)
+        yield from self.backward_weights(index)
+
+    def backward_input(self, index: int, cotangents: Boundary) -> Parts:
+        """The input part of a backward: the cotangents for the stage before, and on the first stage down to what leaves
+        the embedding (or to the first layer that trains), so that the weight part is about weights alone.
+        """  # noqa: D205
+        yield from self._pull_back(index, cotangents, whole=False)
+
+    def backward_weights(self, index: int) -> Parts:
+        """The weight part: add this microbatch's gradients, after `backward_input`."""
+        if index not in self._grads:
+            raise ScheduleError(f"[stage {self.stage}] {self.stage}W{index} came before its input part. Run I first.")
+        self._kept.pop(index, None)
+        yield [*self._input_cotangents.get(index, []), *self._sums.add(index, self._grads.pop(index))]
+
+    def take_input_cotangents(self, index: int) -> Boundary:
+        """The cotangents for the stage before; handed out once."""
+        return self._input_cotangents.pop(index)
+
+    def _seeded(self, cotangents: Boundary) -> Boundary:
+        return [mx.array(1.0)] if self.is_last else cotangents
+
+    def _pull_back(self, index: int, cotangents: Boundary, whole: bool) -> Parts:
+        if index in self._grads or (self.trains and index not in self._kept):
+            raise ScheduleError(
+                f"[stage {self.stage}] The backward of microbatch {index} has no forward to answer, or came twice. "
+                "Run each action once, forwards first."
+            )
+        total: dict[str, mx.array] = self._grads.setdefault(index, {})
+        flow, kept = self._seeded(cotangents), self._kept.get(index, [])
+        while kept:
+            item = kept.pop()
+            graph = item.backward(flow)
+            for name, grad in zip(item.segment.names, graph.grads, strict=True):
+                # A parameter that two segments of this stage share: added in its own dtype, as one device does.
+                total[name] = grad + total[name] if name in total else grad
+            flow = graph.input_cotangents
+            if not whole:
+                yield flow
+            elif kept:
+                yield [*flow, *graph.grads]
+            if not kept and item.segment.passes_cotangent:
+                self._input_cotangents[index] = flow
+
+
+def _segment_sites(cut: Cut, sites: range, recompute: Recompute) -> list[range]:
+    """Where a stage is cut within itself.
+
+    Before the first layer, since what comes before (the embedding) has no input to pull a cotangent back to; before the
+    first thing that trains, since nothing needs a cotangent further down; and for `--recompute layer` before each layer.
+    """
+    breaks = {1, cut.first_trained_site} | (set(sites) if recompute == "layer" else set())
+    starts = sorted({sites.start} | (breaks & set(sites)))
+    return [range(a, b) for a, b in zip(starts, [*starts[1:], sites.stop], strict=True)]
