@@ -33,7 +33,9 @@ def settings_of(config: TrainConfig, model: Path, data_digest: str, layers: Sequ
         layers: The cut.
     """
     values = {name: value for name, value in vars(config.namespace()).items() if name not in _LOCAL}
-    settings = {name.replace("_", "-"): json.dumps(value, sort_keys=True, default=str) for name, value in values.items()}
+    settings = {
+        name.replace("_", "-"): json.dumps(value, sort_keys=True, default=str) for name, value in values.items()
+    }
     settings |= {"layers": ",".join(map(str, layers)), "stages": str(len(layers))}
     settings |= {"model": model_digest(model), "data": data_digest}
     if config.resume_adapter_file:
@@ -88,4 +90,7 @@ def differences(everybody: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _shortened(settings: Mapping[str, str]) -> Settings:
-    return {name: value if len(value) < 80 else hashlib.sha256(value.encode()).hexdigest() for name, value in settings.items()}
+    return {
+        name: value if len(value) < 80 else hashlib.sha256(value.encode()).hexdigest()
+        for name, value in settings.items()
+    }

@@ -62,7 +62,11 @@ def save_adapter_config(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def save_whole_model(
-    directory: Path, source: Path, slots: Mapping[str, Slot], arrays: Mapping[str, mx.array], parts: tuple[Any, Any, Any]
+    directory: Path,
+    source: Path,
+    slots: Mapping[str, Slot],
+    arrays: Mapping[str, mx.array],
+    parts: tuple[Any, Any, Any],
 ) -> None:
     """Write a model directory that `mlx_lm.load` takes; what did not train is read from the source.
 

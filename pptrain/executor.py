@@ -29,7 +29,12 @@ class Executor:
     """Runs one rank's program over its stages."""
 
     def __init__(
-        self, program: Program, stages: Mapping[int, Stage], placement: Placement, transport: Transport, keep: bool = True
+        self,
+        program: Program,
+        stages: Mapping[int, Stage],
+        placement: Placement,
+        transport: Transport,
+        keep: bool = True,
     ) -> None:
         self._program, self._stages, self._placement, self._transport = program, stages, placement, transport
         self._keep = keep

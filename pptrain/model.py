@@ -141,7 +141,7 @@ def intercepted(layers: Sequence[nn.Module], around: Around) -> Iterator[None]:
 
 
 def _stand_in(cls: type[nn.Module], index: dict[int, int], around: Around) -> type[nn.Module]:
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if args:
             hidden, call = args[0], lambda h: cls.__call__(self, h, *args[1:], **kwargs)
         else:
@@ -227,9 +227,7 @@ def _uses(model: nn.Module, layers: Sequence[nn.Module], ends: Sequence[mx.array
         own = of_layer[site - 1] if site else set[int]()
         return outside + [name for name, a in arrays.items() if id(a) in own]
 
-    return tuple(
-        reachable(end, {name: arrays[name] for name in candidates(site)}) for site, end in enumerate(ends)
-    )
+    return tuple(reachable(end, {name: arrays[name] for name in candidates(site)}) for site, end in enumerate(ends))
 
 
 def reachable(end: mx.array, leaves: dict[str, mx.array]) -> frozenset[str]:

@@ -62,7 +62,9 @@ def _finite(value: float) -> bool:
     return value - value == 0
 
 
-def update(optimizer: optim.Optimizer, model: nn.Module, slots: Mapping[str, Slot], grads: Mapping[str, mx.array]) -> None:
+def update(
+    optimizer: optim.Optimizer, model: nn.Module, slots: Mapping[str, Slot], grads: Mapping[str, mx.array]
+) -> None:
     """Update the parameters that have a gradient here; other ranks update the others.
 
     Gradients are cast to the parameter's dtype first, so that bfloat16 parameters stay bfloat16.

@@ -56,7 +56,9 @@ def ranges(sizes: Sequence[int]) -> tuple[range, ...]:
 
 def _check_num_stages(num_layers: int, num_stages: int) -> None:
     if num_stages < 1:
-        raise PartitionError(f"[stages] {num_stages} stages were asked for. Expected at least 1. Use --stages 1 or more.")
+        raise PartitionError(
+            f"[stages] {num_stages} stages were asked for. Expected at least 1. Use --stages 1 or more."
+        )
     if num_layers < num_stages:
         layers = f"{num_layers} layer" + "s" * (num_layers != 1)
         raise PartitionError(

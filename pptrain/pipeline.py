@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 
 from pptrain import partition
+from pptrain.checkpoint import gather
 from pptrain.errors import ConfigError
 from pptrain.executor import Executor, materialize
 from pptrain.microbatch import Microbatch, TokenLoss, count_tokens, cross_entropy, cut, kept_random_state
 from pptrain.model import Slot, find_layers, find_slots, has_dropout, trainable_names
 from pptrain.optimizer import Grads, add_shared, check_finite, clip, global_norm, square_sum, to_tree, update
 from pptrain.program import Program, lower
-from pptrain.reference import Result
+from pptrain.reference import Result, StepResult
 from pptrain.schedule import Action, Span, StageSchedule, find_schedule, forward_only, unroll
 from pptrain.stage import Cut, Recompute, Stage, Work
 from transports import LoopbackWorld, Task, Transport, Wait, World, open_world
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a training step says, the same on every rank."""
-
-    loss: float
-    """Token losses over unmasked tokens."""
-    losses: tuple[float, ...]
-    """Each microbatch's share of the loss; they add up to it."""
-    num_tokens: int
-    grad_norm: float
-    """Global, before clipping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +97,7 @@ class Pipeline:
         self._stages = dict[int, Stage]()
         self._programs = dict[object, tuple[Program, ...]]()
         self.spans = dict[int, list[Span]]()
-        """What each local rank ran last, and when."""
+        """What each local rank ran in its last step, and when."""
 
     # -- what a user calls ---------------------------------------------------------------------------------------------
 
@@ -191,9 +180,27 @@ class Pipeline:
         self._prepare(microbatch)
         materialize([self.slots[name].array for rank in self.world.local_ranks for name in self.own_names(rank)])
 
-    def run(self, task_of: Mapping[int, Task[T]]) -> dict[int, T]:
-        """Run a task on each local rank."""
-        return self.world.run(task_of)
+    def run(self, task: Callable[[Transport], Task[T]]) -> list[T]:
+        """Run a task on each local rank; what each returned, in the order of ranks."""
+        ranks = self.world.local_ranks
+        done = self.world.run({rank: task(self.world.transport(rank)) for rank in ranks})
+        return [done[rank] for rank in ranks]
+
+    def everybody(self, value: float) -> list[float]:
+        """A number of each rank's process, known to all."""
+
+        def task(transport: Transport) -> Task[list[float]]:
+            mine = [value if rank == transport.rank else 0.0 for rank in range(self.num_stages)]
+            numbers = transport.all_sum(mx.array(mine), "a number of each rank")
+            yield numbers
+            return [float(number) for number in np.asarray(numbers.array)]
+
+        return self.run(task)[0]
+
+    def gather(self) -> dict[str, mx.array]:
+        """All trained parameters on the first rank; elsewhere those of this rank and of the ranks above."""
+        held = [self.trained_by(rank) for rank in range(self.num_stages)]
+        return self.run(lambda transport: gather(transport, self.slots, held))[0]
 
     def trained_by(self, rank: int) -> list[str]:
         """Trainable parameters that a rank keeps the truth of: those that it reads and no lower rank does."""
@@ -212,9 +219,8 @@ class Pipeline:
         count = mx.array(num_tokens, mx.float32)
         works = [Work(m, j, count, self._seed, step) for j, m in enumerate(microbatches)]
         programs = self._lowered(schedule, len(works))
-        tasks = {rank: self._task(rank, programs[rank], works, keep) for rank in self.world.local_ranks}
         with kept_random_state():
-            done = list(self.run(tasks).values())
+            done = self.run(lambda transport: self._task(transport, programs[transport.rank], works, keep))
         grads: Grads = {}
         for one in reversed(done):
             grads.update(one.grads)
@@ -222,14 +228,15 @@ class Pipeline:
         order = [name for name in self._current_cut(microbatches[0]).trainable if name in grads]
         return _Pass(done[0].losses, done[0].squares, {name: grads[name] for name in order})
 
-    def _task(self, rank: int, program: Program, works: Sequence[Work], keep: bool) -> Task[_Pass]:
-        transport, stage = self.world.transport(rank), self._stages[rank]
+    def _task(self, transport: Transport, program: Program, works: Sequence[Work], keep: bool) -> Task[_Pass]:
+        rank = transport.rank
+        stage = self._stages[rank]
         stage.begin_step()
         executor = Executor(program, {rank: stage}, self.placement, transport, keep)
         yield from executor.run(works)
-        self.spans[rank] = executor.spans
         grads = dict(stage.grads)
         if keep:
+            self.spans[rank] = executor.spans
             yield from self._complete(transport, grads)
         losses, squares = yield from self._summary(transport, stage, grads, len(works), keep)
         return _Pass(losses, squares, grads)

@@ -42,6 +42,19 @@ class Result:
     """Each microbatch's share of the loss; they add up to it."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a training step says, the same on every rank."""
+
+    loss: float
+    """Token losses over unmasked tokens."""
+    losses: tuple[float, ...]
+    """Each microbatch's share of the loss; they add up to it."""
+    num_tokens: int
+    grad_norm: float
+    """Global, before clipping."""
+
+
 def value_and_grad(
     model: nn.Module,
     batch: mx.array,
@@ -70,7 +83,12 @@ def value_and_grad(
 
 
 def of_microbatches(
-    model: nn.Module, microbatches: Sequence[Microbatch], *, loss: TokenLoss = cross_entropy, seed: int = 0, step: int = 0
+    model: nn.Module,
+    microbatches: Sequence[Microbatch],
+    *,
+    loss: TokenLoss = cross_entropy,
+    seed: int = 0,
+    step: int = 0,
 ) -> Result:
     """`value_and_grad` of microbatches that are cut already, of any widths."""
     count = count_tokens(microbatches)
@@ -102,8 +120,8 @@ def step(
 ) -> tuple[Result, mx.array]:
     """One update on one device; returns the result, its gradients unclipped, and their global norm."""
     result = of_microbatches(model, microbatches, loss=loss, seed=seed, step=step)
-    grads, norm = optim.clip_grad_norm(result.grads, float("inf") if max_grad_norm is None else max_grad_norm)
-    grads = grads if max_grad_norm is not None else result.grads
+    clipped, norm = optim.clip_grad_norm(result.grads, max_grad_norm or 1.0)
+    grads = clipped if max_grad_norm else result.grads
     optimizer.update(model, tree_map(lambda g, p: g.astype(p.dtype), grads, model.trainable_parameters()))
     mx.eval(model.trainable_parameters(), optimizer.state, norm)
     return result, norm
@@ -132,3 +150,31 @@ def masks_of(model: nn.Module, seed: int, step: int, microbatch: int) -> Iterato
     with kept_random_state(), intercepted(find_layers(model), around):
         mx.random.seed(mask_seed(seed, step, microbatch, 0))
         yield
+
+
+class OneDevice:
+    """The reference as an engine of `pptrain.train`: what a pipeline is compared with over a whole run."""
+
+    def __init__(self, model: nn.Module, seed: int = 0) -> None:
+        self.model = model
+        self._seed = seed
+        self._steps = 0
+
+    def step_microbatches(
+        self, optimizer: optim.Optimizer, microbatches: Sequence[Microbatch], *, max_grad_norm: float | None = None
+    ) -> StepResult:
+        """One update."""
+        result, norm = step(
+            self.model, optimizer, microbatches, max_grad_norm=max_grad_norm, seed=self._seed, step=self._steps
+        )
+        self._steps += 1
+        shares = tuple(share.item() for share in result.losses)
+        return StepResult(result.loss.item(), shares, result.num_tokens, norm.item())
+
+    def loss_sum(self, microbatches: Sequence[Microbatch]) -> float:
+        """Token losses, summed, in evaluation mode."""
+        return loss_sum(self.model, microbatches).item()
+
+    def everybody(self, value: float) -> list[float]:
+        """There is nobody else."""
+        return [value]

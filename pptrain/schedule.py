@@ -82,8 +82,8 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> list[Acti
 def forward_only(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
     """Evaluation: forwards and nothing kept::
 
-        stage 0   F0 F1 F2 .
-        stage 1   .  F0 F1 F2
+    stage 0   F0 F1 F2 .
+    stage 1   .  F0 F1 F2
     """
     return _forwards(stage, num_microbatches)
 
@@ -179,7 +179,9 @@ def _stuck(lists: Sequence[Sequence[Action]], heads: Sequence[int]) -> str:
         for r, (actions, h) in enumerate(zip(lists, heads, strict=True))
         if h < len(actions)
     ]
-    return "[schedule] No rank can go on:\n  " + "\n  ".join(stand) + "\nEvery action needs those before it to have run."
+    return (
+        "[schedule] No rank can go on:\n  " + "\n  ".join(stand) + "\nEvery action needs those before it to have run."
+    )
 
 
 def _forwards(stage: int, num_microbatches: int) -> list[Action]:

@@ -10,7 +10,7 @@ A stage builds lazy graphs and evaluates none of them: it hands the arrays to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -71,7 +71,7 @@ class Graph:
     grads: list[mx.array]
 
 
-class _Reached(Exception):  # noqa: N818
+class _Reached(Exception):
     """Ends a forward early: the next stage's first layer would be called now."""
 
     def __init__(self, boundary: mx.array) -> None:
@@ -373,7 +373,7 @@ class Stage:
     def backward_input(self, index: int, cotangents: Boundary) -> Parts:
         """The input part of a backward: the cotangents for the stage before, and on the first stage down to what leaves
         the embedding (or to the first layer that trains), so that the weight part is about weights alone.
-        """  # noqa: D205
+        """
         yield from self._pull_back(index, cotangents, whole=False)
 
     def backward_weights(self, index: int) -> Parts:
