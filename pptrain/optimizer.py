@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 from mlx.utils import tree_unflatten
 
 from pptrain.errors import NonFiniteError
@@ -28,12 +29,18 @@ def square_sum(grad: mx.array) -> mx.array:
     return grad.square().sum()
 
 
-def global_norm(squares: Sequence[mx.array]) -> mx.array:
-    """The norm over all leaves, their squares added in the order given."""
-    total = mx.array(0.0)
-    for square in squares:
-        total = total + square
-    return mx.sqrt(total)
+def add_up(numbers: Sequence[float]) -> np.float32:
+    """Add float32 numbers in the order given, each sum rounded to float32 as a device does."""
+    total = np.float32(0)
+    with np.errstate(over="ignore", invalid="ignore"):  # an infinity is for `check_finite` to report
+        for number in numbers:
+            total += np.float32(number)
+    return total
+
+
+def global_norm(squares: Sequence[float]) -> mx.array:
+    """The norm over all leaves, from their squared norms in tree order; the root is the device's own."""
+    return mx.sqrt(mx.array(add_up(squares)))
 
 
 def clip(grads: Mapping[str, mx.array], norm: mx.array, max_norm: float) -> Grads:

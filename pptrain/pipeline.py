@@ -18,7 +18,7 @@ from pptrain.errors import ConfigError
 from pptrain.executor import Executor, materialize
 from pptrain.microbatch import Microbatch, TokenLoss, count_tokens, cross_entropy, cut, kept_random_state
 from pptrain.model import Slot, find_layers, find_slots, has_dropout, trainable_names
-from pptrain.optimizer import Grads, add_shared, check_finite, clip, global_norm, square_sum, to_tree, update
+from pptrain.optimizer import Grads, add_shared, add_up, check_finite, clip, global_norm, square_sum, to_tree, update
 from pptrain.program import Program, lower
 from pptrain.reference import Result, StepResult
 from pptrain.schedule import Action, Span, StageSchedule, find_schedule, forward_only, unroll
@@ -27,13 +27,18 @@ from transports import LoopbackWorld, Task, Transport, Wait, World, open_world
 
 T = TypeVar("T")
 
+_SAMPLE = (1, 8)
+"""Shape of the tokens with which a model is traced: any will do to see who reads which parameter."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """What one run of the program leaves behind."""
 
-    losses: list[mx.array]
-    squares: list[mx.array]
+    losses: np.ndarray
+    """float32, each microbatch's share."""
+    squares: np.ndarray
+    """float32, each trainable leaf's part of the squared norm."""
     grads: Grads
 
 
@@ -95,6 +100,7 @@ class Pipeline:
         self._cut: Cut | None = None
         self._cut_key: object = None
         self._stages = dict[int, Stage]()
+        self._holders = dict[str, list[int]]()
         self._programs = dict[object, tuple[Program, ...]]()
         self.spans = dict[int, list[Span]]()
         """What each local rank ran in its last step, and when."""
@@ -119,7 +125,8 @@ class Pipeline:
         """
         microbatches = cut(batch, lengths, num_microbatches)
         done = self._differentiate(microbatches, step)
-        return Result(_total(done.losses), count_tokens(microbatches), to_tree(done.grads), tuple(done.losses))
+        losses = tuple(mx.array(loss) for loss in done.losses)
+        return Result(mx.array(add_up(done.losses)), count_tokens(microbatches), to_tree(done.grads), losses)
 
     def step(
         self,
@@ -143,13 +150,12 @@ class Pipeline:
         """`step` over microbatches that are cut already, of any widths: several batches before one update."""
         done = self._differentiate(microbatches, self.num_steps)
         norm = global_norm(done.squares)
-        names = self._current_cut(microbatches[0]).trainable
-        losses, squares = [loss.item() for loss in done.losses], [square.item() for square in done.squares]
-        check_finite(losses, dict(zip(names, squares, strict=True)))
+        losses = tuple(done.losses.tolist())
+        check_finite(losses, dict(zip(self._known.trainable, done.squares.tolist(), strict=True)))
         grads = done.grads if max_grad_norm is None else clip(done.grads, norm, max_grad_norm)
         update(optimizer, self.model, self.slots, grads)
         self.num_steps += 1
-        return StepResult(_total(done.losses).item(), tuple(losses), count_tokens(microbatches), norm.item())
+        return StepResult(float(add_up(done.losses)), losses, count_tokens(microbatches), norm.item())
 
     def loss_sum(self, microbatches: Sequence[Microbatch]) -> float:
         """Evaluation: token losses of all microbatches, summed, in evaluation mode; the same value on every rank.
@@ -158,13 +164,12 @@ class Pipeline:
         """
         with _evaluation_mode(self.model):
             done = self._run(microbatches, forward_only, keep=False, step=0, num_tokens=1)
-        return _total(done.losses).item()
+        return float(add_up(done.losses))
 
     @property
     def slots(self) -> dict[str, Slot]:
         """Where the whole model's parameters live."""
-        assert self._cut is not None
-        return self._cut.slots
+        return self._known.slots
 
     def stage(self, stage: int) -> Stage:
         """A local stage, after the first call that ran it."""
@@ -172,12 +177,11 @@ class Pipeline:
 
     def own_names(self, rank: int) -> list[str]:
         """Every parameter, frozen or not, that a rank's stage reads; known after the first call or `load`."""
-        assert self._cut is not None
-        return self._cut.used(self._sites(rank))
+        return self._known.used(self._sites(rank))
 
-    def load(self, microbatch: Microbatch) -> None:
-        """Read the local stages' own weights, and nothing else, from disk; any microbatch shows which those are."""
-        self._prepare(microbatch)
+    def load(self) -> None:
+        """Read the local stages' own weights, and nothing else, from disk."""
+        self._prepare()
         materialize([self.slots[name].array for rank in self.world.local_ranks for name in self.own_names(rank)])
 
     def run(self, task: Callable[[Transport], Task[T]]) -> list[T]:
@@ -204,8 +208,7 @@ class Pipeline:
 
     def trained_by(self, rank: int) -> list[str]:
         """Trainable parameters that a rank keeps the truth of: those that it reads and no lower rank does."""
-        assert self._cut is not None
-        return [name for name in self._cut.trainable if self._holders(name)[0] == rank]
+        return [name for name in self._known.trainable if self._holders[name][0] == rank]
 
     # -- how it is done ------------------------------------------------------------------------------------------------
 
@@ -215,7 +218,7 @@ class Pipeline:
     def _run(
         self, microbatches: Sequence[Microbatch], schedule: StageSchedule, keep: bool, step: int, num_tokens: int
     ) -> _Pass:
-        self._prepare(microbatches[0])
+        self._prepare()
         count = mx.array(num_tokens, mx.float32)
         works = [Work(m, j, count, self._seed, step) for j, m in enumerate(microbatches)]
         programs = self._lowered(schedule, len(works))
@@ -225,7 +228,7 @@ class Pipeline:
         for one in reversed(done):
             grads.update(one.grads)
         # In tree order, so that the tree looks like the model's.
-        order = [name for name in self._current_cut(microbatches[0]).trainable if name in grads]
+        order = [name for name in self._known.trainable if name in grads]
         return _Pass(done[0].losses, done[0].squares, {name: grads[name] for name in order})
 
     def _task(self, transport: Transport, program: Program, works: Sequence[Work], keep: bool) -> Task[_Pass]:
@@ -243,10 +246,8 @@ class Pipeline:
 
     def _complete(self, transport: Transport, grads: Grads) -> Task[None]:
         """Sum what ranks share, and give zeros to what nothing uses."""
-        assert self._cut is not None
-        for name in self._cut.trainable:
-            ranks = self._holders(name)
-            template = self._cut.slots[name].array
+        for name, ranks in self._holders.items():
+            template = self.slots[name].array
             if len(ranks) > 1:
                 yield from add_shared(transport, grads, ranks, name, template)
             elif ranks[0] == transport.rank and name not in grads:
@@ -254,37 +255,40 @@ class Pipeline:
 
     def _summary(
         self, transport: Transport, stage: Stage, grads: Grads, num_microbatches: int, keep: bool
-    ) -> Generator[Wait, None, tuple[list[mx.array], list[mx.array]]]:
+    ) -> Generator[Wait, None, tuple[np.ndarray, np.ndarray]]:
         """Losses and squared norms of every leaf, known to all: each stands at one rank, zeros elsewhere add nothing."""
-        assert self._cut is not None
-        names = self._cut.trainable if keep else ()
+        names = self._known.trainable if keep else ()
         zero = mx.array(0.0)
         losses = [stage.losses.get(j, zero) for j in range(num_microbatches)]
-        held = [name in grads and self._holders(name)[0] == transport.rank for name in names]
+        held = [name in grads and self._holders[name][0] == transport.rank for name in names]
         squares = [square_sum(grads[name]) if mine else zero for name, mine in zip(names, held, strict=True)]
         summed = transport.all_sum(mx.stack([*losses, *squares]), "losses and norms")
         yield summed
-        values = [summed.array[i] for i in range(num_microbatches + len(names))]
+        values = np.array(summed.array)
         return values[:num_microbatches], values[num_microbatches:]
 
-    def _current_cut(self, microbatch: Microbatch) -> Cut:
-        slots = find_slots(self.model)
+    @property
+    def _known(self) -> Cut:
+        """The model as it was last looked at."""
+        if self._cut is None:
+            self._prepare()
+        assert self._cut is not None
+        return self._cut
+
+    def _prepare(self) -> None:
+        """Look at the model, and make its stages anew if what trains, or where it lives, has changed."""
         compile = self._compile if self._compile is not None else mx.default_device() == mx.gpu
         # Masks are drawn from seeds that a compiled function would freeze.
         compile = compile and not has_dropout(self.model)
-        key = (trainable_names(self.model), tuple((name, id(slot.container)) for name, slot in slots.items()), compile)
+        places = tuple((name, id(slot.container)) for name, slot in find_slots(self.model).items())
+        key = (trainable_names(self.model), places, compile)
         if self._cut is None or self._cut_key != key:
-            self._cut = Cut.of(self.model, microbatch.inputs, self._loss, compile)
+            self._cut = cut = Cut.of(self.model, mx.zeros(_SAMPLE, mx.int32), self._loss, compile)
             self._cut_key = key
-            self._stages.clear()
+            self._holders = {name: self._ranks_that_read(cut, name) for name in cut.trainable}
+            ranks = self.world.local_ranks
+            self._stages = {rank: Stage(cut, rank, self._ranges[rank], self._recompute) for rank in ranks}
             self._programs.clear()
-        return self._cut
-
-    def _prepare(self, microbatch: Microbatch) -> None:
-        cut = self._current_cut(microbatch)
-        for rank in self.world.local_ranks:
-            if rank not in self._stages:
-                self._stages[rank] = Stage(cut, rank, self._ranges[rank], self._recompute)
 
     @property
     def _ranges(self) -> tuple[range, ...]:
@@ -294,10 +298,9 @@ class Pipeline:
         layers = self._ranges[stage]
         return range(layers.start + 1 if stage else 0, layers.stop + 1)
 
-    def _holders(self, name: str) -> list[int]:
-        """The ranks that read a parameter, ascending; a trainable one that none reads is the first rank's."""
-        assert self._cut is not None
-        uses = self._cut.trace.uses
+    def _ranks_that_read(self, cut: Cut, name: str) -> list[int]:
+        """Ascending; a trainable parameter that none reads is the first rank's."""
+        uses = cut.trace.uses
         ranks = [r for r in range(self.num_stages) if any(name in uses[site] for site in self._sites(r))]
         return ranks or [0]
 
@@ -305,18 +308,10 @@ class Pipeline:
         key = (schedule, num_microbatches)
         if key not in self._programs:
             actions: dict[int, list[Action]] = unroll(schedule, self.num_stages, num_microbatches)
-            assert self._cut is not None
-            passing = {s for s in range(1, self.num_stages) if self._cut.first_trained_site < self._sites(s).start}
+            passing = {s for s in range(1, self.num_stages) if self._known.first_trained_site < self._sites(s).start}
             lanes = self.world.transport(self.world.local_ranks[0]).lanes
             self._programs[key] = lower(actions, self.placement, lanes, passing)
         return self._programs[key]
-
-
-def _total(losses: Sequence[mx.array]) -> mx.array:
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
-    return total
 
 
 def _open(name: str | World, num_stages: int) -> World:

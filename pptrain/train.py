@@ -1,7 +1,7 @@
 """The training loop: what `mlx_lm.lora` does, in its order, over any engine that can step and evaluate.
 
-Batches and call-backs are mlx-lm's own, and NumPy's random generator is drawn from in mlx-lm's order, so that runs can be
-compared.
+Batches and call-backs are mlx-lm's own, and NumPy's random generator is drawn from in mlx-lm's order, so that runs can
+be compared.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class Run:
         config = self.config
         self.engine.model.train()
         window, started = list[list[Microbatch]](), time.perf_counter()
-        for iteration, batch in zip(range(1, config.iters + 1), self._batches(self.train_set, loop=True), strict=False):
+        for iteration, batch in zip(
+            range(1, config.iters + 1), batches(self.train_set, config, loop=True), strict=False
+        ):
             if self.valid_set and self._is_validation(iteration):
                 # Nothing is updated within a window, so this is the loss at this iteration, as in mlx-lm.
                 self._validate(iteration)
@@ -103,10 +105,6 @@ class Run:
             if iteration % config.save_every == 0:
                 self.save(iteration)
                 started = time.perf_counter()
-
-    def _batches(self, data: Any, loop: bool = False) -> Iterator[list[Microbatch]]:
-        config = self.config
-        return batches(data, config, loop)
 
     def _is_validation(self, iteration: int) -> bool:
         return iteration in (1, self.config.iters) or iteration % self.config.steps_per_eval == 0
@@ -169,7 +167,7 @@ def batches(data: Any, config: TrainConfig, loop: bool = False) -> Iterator[list
 
 
 def evaluate(engine: Engine, data: Any, config: TrainConfig, num_batches: int) -> float:
-    """Mean loss of all tokens of the first batches of a data set, in a random order as mlx-lm draws it; -1 means all."""
+    """Mean loss of all tokens of the first batches of a data set, drawn as mlx-lm draws them; -1 means all."""
     total, tokens = 0.0, 0
     numbers = range(num_batches) if num_batches != -1 else count()
     for _, microbatches in zip(numbers, batches(data, config), strict=False):

@@ -1,0 +1,70 @@
+"""The command line. It alone prints to the user and exits; a user's mistake is one message and never a traceback.
+
+Exit codes: 0 done; 2 the user's mistake; 3 a peer was lost; 4 a peer was silent for too long; 5 ranks were started with
+different settings; 130 interrupted; 1 anything else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from pptrain.errors import PptrainError, RanksDisagree, UserError
+from transports import PeerLost, TransportError, TransportSetupError, TransportTimeout
+
+_USAGE = """usage: pptrain train [options]     fine-tune a model that is cut into pipeline stages
+       pptrain train --demo        the same on a small model made on the spot; needs no network and no files
+       pptrain train --help        every option
+       pptrain --version"""
+
+_EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
+    (UserError, 2),
+    (TransportSetupError, 2),
+    (PeerLost, 3),
+    (TransportTimeout, 4),
+    (RanksDisagree, 5),
+    (PptrainError, 1),
+    (TransportError, 1),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    except (PptrainError, TransportError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    match argv:
+        case ["--version", *_]:
+            print(f"pptrain {version('pptrain')} (mlx {version('mlx')}, mlx-lm {version('mlx-lm')})")
+            return 0
+        case ["train", *options]:
+            return _train(options)
+        case ["--help" | "-h", *_]:
+            print(_USAGE)
+            return 0
+        case _:
+            print(_USAGE, file=sys.stderr)
+            return 2
+
+
+def _train(options: Sequence[str]) -> int:
+    # Imported here, so that --version and --help answer at once.
+    from pptrain import config, demo_run, job
+
+    if "--demo" in options:
+        return demo_run.run(options)
+    job.execute(config.parse(options))
+    return 0
