@@ -3,3 +3,8 @@
 The data's way is the order of the modules: errors, model, partition, stage, microbatch, schedule, program, executor,
 optimizer, checkpoint, pipeline, train, timeline, cli.
 """
+
+from pptrain import reference
+from pptrain.pipeline import Pipeline
+
+__all__ = ["Pipeline", "reference"]
