@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+from numpy.typing import NDArray
 
 from pptrain import partition
 from pptrain.checkpoint import gather
@@ -20,7 +21,7 @@ from pptrain.microbatch import Microbatch, TokenLoss, count_tokens, cross_entrop
 from pptrain.model import Slot, find_layers, find_slots, has_dropout, trainable_names
 from pptrain.optimizer import Grads, add_shared, add_up, check_finite, clip, global_norm, square_sum, to_tree, update
 from pptrain.program import Program, lower
-from pptrain.reference import Result, StepResult
+from pptrain.reference import Result, StepResult, number
 from pptrain.schedule import Action, Span, StageSchedule, find_schedule, forward_only, unroll
 from pptrain.stage import Cut, Recompute, Stage, Work
 from transports import LoopbackWorld, Task, Transport, Wait, World, open_world
@@ -35,9 +36,9 @@ _SAMPLE = (1, 8)
 class _Pass:
     """What one run of the program leaves behind."""
 
-    losses: np.ndarray
+    losses: NDArray[np.float32]
     """float32, each microbatch's share."""
-    squares: np.ndarray
+    squares: NDArray[np.float32]
     """float32, each trainable leaf's part of the squared norm."""
     grads: Grads
 
@@ -155,7 +156,7 @@ class Pipeline:
         grads = done.grads if max_grad_norm is None else clip(done.grads, norm, max_grad_norm)
         update(optimizer, self.model, self.slots, grads)
         self.num_steps += 1
-        return StepResult(float(add_up(done.losses)), losses, count_tokens(microbatches), norm.item())
+        return StepResult(add_up(done.losses), losses, count_tokens(microbatches), number(norm))
 
     def loss_sum(self, microbatches: Sequence[Microbatch]) -> float:
         """Evaluation: token losses of all microbatches, summed, in evaluation mode; the same value on every rank.
@@ -164,7 +165,7 @@ class Pipeline:
         """
         with _evaluation_mode(self.model):
             done = self._run(microbatches, forward_only, keep=False, step=0, num_tokens=1)
-        return float(add_up(done.losses))
+        return add_up(done.losses)
 
     @property
     def slots(self) -> dict[str, Slot]:
@@ -255,7 +256,7 @@ class Pipeline:
 
     def _summary(
         self, transport: Transport, stage: Stage, grads: Grads, num_microbatches: int, keep: bool
-    ) -> Generator[Wait, None, tuple[np.ndarray, np.ndarray]]:
+    ) -> Generator[Wait, None, tuple[NDArray[np.float32], NDArray[np.float32]]]:
         """Losses and squared norms of every leaf, known to all: each stands at one rank, zeros elsewhere add nothing."""
         names = self._known.trainable if keep else ()
         zero = mx.array(0.0)
@@ -283,7 +284,8 @@ class Pipeline:
         places = tuple((name, id(slot.container)) for name, slot in find_slots(self.model).items())
         key = (trainable_names(self.model), places, compile)
         if self._cut is None or self._cut_key != key:
-            self._cut = cut = Cut.of(self.model, mx.zeros(_SAMPLE, mx.int32), self._loss, compile)
+            with kept_random_state():  # A forward with dropout draws, even one that is never evaluated.
+                self._cut = cut = Cut.of(self.model, mx.zeros(_SAMPLE, mx.int32), self._loss, compile)
             self._cut_key = key
             self._holders = {name: self._ranks_that_read(cut, name) for name in cut.trainable}
             ranks = self.world.local_ranks
@@ -322,7 +324,7 @@ def _open(name: str | World, num_stages: int) -> World:
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+def _evaluation_mode(model: nn.Module) -> Generator[None]:
     was_training = model.training
     model.eval()
     try:
