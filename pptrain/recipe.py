@@ -94,8 +94,8 @@ def prepare_training(model: nn.Module, config: TrainConfig) -> None:
         _load_adapter_file(model, Path(config.resume_adapter_file))
     if not trainable_names(model):
         raise ModelError(
-            f"[model] Nothing trains with --fine-tune-type {config.fine_tune_type}: the layers have no module that can be "
-            "adapted. Expected at least one linear layer. Try --fine-tune-type full."
+            f"[model] Nothing trains with --fine-tune-type {config.fine_tune_type}: the layers have no module that can "
+            "be adapted. Expected at least one linear layer. Try --fine-tune-type full."
         )
 
 
@@ -112,7 +112,8 @@ def _check_lora_keys(model: nn.Module, layers: Sequence[nn.Module], keys: Sequen
 
 def _load_adapter_file(model: nn.Module, path: Path) -> None:
     weights: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
-    known = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    leaves: dict[str, mx.array] = dict(tree_flatten(model.parameters()))  # pyright: ignore[reportArgumentType]
+    known = {name: array.shape for name, array in leaves.items()}
     wrong = [name for name, array in weights.items() if known.get(name) != array.shape]
     if wrong:
         raise ConfigError(

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 from mlx_lm.tuner.callbacks import TrainingCallback
 from mlx_lm.tuner.trainer import iterate_batches
 
@@ -147,7 +148,7 @@ class Run:
         info = {
             "iteration": iteration,
             "train_loss": sum(since.losses) / len(since.losses),
-            "learning_rate": float(self.optimizer.learning_rate.item()),
+            "learning_rate": float(np.asarray(self.optimizer.learning_rate)),
             "iterations_per_second": len(since.losses) / seconds,
             "tokens_per_second": since.tokens / seconds,
             "trained_tokens": self.trained_tokens,

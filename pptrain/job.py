@@ -1,0 +1,173 @@
+"""A whole run from its config: world, model, data, agreement, pipeline, loop, and the files it leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+from mlx_lm.tuner.callbacks import TrainingCallback, get_reporting_callbacks
+from mlx_lm.tuner.utils import print_trainable_parameters
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from pptrain import partition
+from pptrain.agreement import agree, settings_of
+from pptrain.checkpoint import save_adapter_config, save_adapters, save_whole_model
+from pptrain.config import TrainConfig
+from pptrain.data import Data, load_data
+from pptrain.model import find_layers
+from pptrain.pipeline import Pipeline
+from pptrain.recipe import Loaded, load_base, load_trained, make_optimizer, prepare_training
+from pptrain.report import Console, Metrics
+from pptrain.train import Run, evaluate
+from transports import LoopbackWorld, World, detect, open_world
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What is left in memory when a run has ended."""
+
+    pipeline: Pipeline
+    optimizer: optim.Optimizer | None
+    losses: list[float]
+    """Of each iteration."""
+    test_loss: float | None
+
+
+def execute(config: TrainConfig) -> Done:
+    """Do what a config asks for: train, test, or both.
+
+    Raises:
+        UserError: A mistake in what was asked for, found before the first step.
+        RanksDisagree: If ranks were started with different settings.
+        TransportError: What went wrong on the wire.
+    """
+    with opened(config) as world:
+        loaded = load_base(config)
+        sizes = cut_sizes(config, world, len(find_layers(loaded.model)))
+        data = load_data(config, loaded.tokenizer, vocabulary_size(loaded))
+        if config.train:
+            prepare_training(loaded.model, config)
+        else:
+            load_trained(loaded.model, config.adapter_path)
+        pipeline = make_pipeline(config, loaded, sizes, world)
+        settings = settings_of(config, loaded.path, data.fingerprint()[:12], sizes)
+        pipeline.run(lambda transport: agree(transport, settings))
+        return _carry_out(config, loaded, data, pipeline)
+
+
+def _carry_out(config: TrainConfig, loaded: Loaded, data: Data, pipeline: Pipeline) -> Done:
+    maybe_set_recommended_wired_limit()
+    pipeline.load()
+    is_first = 0 in pipeline.world.local_ranks
+    optimizer, losses = None, list[float]()
+    if config.train:
+        optimizer = make_optimizer(config)
+        losses = _train(config, loaded, data, pipeline, optimizer, is_first)
+    test_loss = None
+    if config.test:
+        test_loss = evaluate(pipeline, data.test, config, config.test_batches)
+        if is_first:
+            print(f"Test loss {test_loss:.3f}, Test ppl {math.exp(test_loss):.3f}.", flush=True)
+    return Done(pipeline, optimizer, losses, test_loss)
+
+
+def _train(
+    config: TrainConfig, loaded: Loaded, data: Data, pipeline: Pipeline, optimizer: optim.Optimizer, is_first: bool
+) -> list[float]:
+    directory = Path(config.adapter_path)
+    if is_first:
+        save_adapter_config(directory, _adapter_config(config))
+        print_trainable_parameters(loaded.model)
+        print(f"Supervised tokens in the training set: {data.supervised_tokens:,}", flush=True)
+
+    def save(iteration: int | None) -> None:
+        arrays = pipeline.gather()
+        if is_first:
+            save_adapters(directory, arrays, iteration)
+
+    with reporting(config, directory, is_first) as (callbacks, console):
+        run = Run(pipeline, config, optimizer, data.train, data.valid, callbacks, save)
+        if console is not None:
+            run.advanced = console.advance
+        run.run()
+    save(None)
+    if config.fine_tune_type == "full":
+        arrays = pipeline.gather()
+        if is_first:
+            parts = (loaded.model, loaded.tokenizer, loaded.config)
+            save_whole_model(directory, loaded.path, pipeline.slots, arrays, parts)
+    return run.losses
+
+
+def vocabulary_size(loaded: Loaded) -> int:
+    """How many tokens the model tells apart, from the shape of its logits; nothing is evaluated."""
+    return loaded.model(mx.zeros((1, 1), mx.int32)).shape[-1]
+
+
+def cut_sizes(config: TrainConfig, world: World, num_layers: int) -> tuple[int, ...]:
+    """Layers of each stage, checked before any weight is read.
+
+    Raises:
+        PartitionError: If the layers cannot be divided so.
+    """
+    if config.layers is not None:
+        return partition.explicit(num_layers, config.layers, config.stages)
+    return partition.even(num_layers, config.stages or world.world_size)
+
+
+def make_pipeline(config: TrainConfig, loaded: Loaded, sizes: Sequence[int], world: World) -> Pipeline:
+    """The pipeline that a config asks for."""
+    return Pipeline(
+        loaded.model,
+        layers=sizes,
+        schedule=config.schedule,
+        transport=world,
+        recompute=config.recompute,
+        seed=config.seed,
+    )
+
+
+@contextmanager
+def reporting(
+    config: TrainConfig, directory: Path, is_first: bool
+) -> Generator[tuple[list[TrainingCallback], Console | None]]:
+    """Who is told of each report: on the first rank the terminal, `metrics.jsonl`, and mlx-lm's call-backs."""
+    if not is_first:
+        yield [], None
+        return
+    services = get_reporting_callbacks(
+        config.report_to, project_name=config.project_name, log_dir=config.adapter_path, config=vars(config.namespace())
+    )
+    with Console(config.iters) as console:
+        yield [console, Metrics(directory / "metrics.jsonl"), *([services] if services else [])], console
+
+
+@contextmanager
+def opened(config: TrainConfig) -> Generator[World]:
+    """The world that a config asks for, closed at the end."""
+    world = _open(config)
+    yield world
+    # Not where an error ended the run: after its first error a transport touches the wire no more.
+    world.close()
+
+
+def _open(config: TrainConfig) -> World:
+    name = (detect() or "loopback") if config.transport == "auto" else config.transport
+    if name == "loopback":
+        return LoopbackWorld(len(config.layers) if config.layers else config.stages or 1)
+    return open_world(name)
+
+
+def _adapter_config(config: TrainConfig) -> dict[str, Any]:
+    """What mlx-lm writes, and pptrain's own settings besides."""
+    settings = vars(config.namespace())
+    return {**settings, "lora_parameters": None} if config.fine_tune_type == "full" else settings
