@@ -78,7 +78,7 @@ def save_whole_model(
         parts: Model, tokenizer and config.
     """
     for name, array in arrays.items():
-        slots[name].array = array
+        slots[name].put(array)
     model, tokenizer, config = parts
     save(directory, str(source), model, tokenizer, dict(config), donate_model=False)
 

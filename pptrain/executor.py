@@ -1,6 +1,6 @@
 """The only loop: takes instructions, calls stages and transport. It knows no formula and no backend.
 
-`execute` is a generator that yields wherever a real rank could wait. In the loopback the simulated world resumes it; over
+A run is a generator that yields wherever a real rank could wait. In the loopback the simulated world resumes it; over
 processes each wait blocks. MLX evaluates here and in the transports only.
 """
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -54,8 +55,8 @@ def cut(batch: mx.array, lengths: mx.array, num_microbatches: int) -> list[Micro
     rows = batch.shape[0]
     if batch.ndim != 2 or batch.shape[1] < 2 or tuple(lengths.shape) != (rows, 2):
         raise BatchError(
-            f"[batch] batch has shape {tuple(batch.shape)} and lengths {tuple(lengths.shape)}. Expected [batch, seq + 1] "
-            "with seq of at least 1, and [batch, 2]. Make both as mlx-lm's iterate_batches does."
+            f"[batch] batch has shape {tuple(batch.shape)} and lengths {tuple(lengths.shape)}. Expected "
+            "[batch, seq + 1] with seq of at least 1, and [batch, 2]. Make both as mlx-lm's iterate_batches does."
         )
     if not 1 <= num_microbatches <= rows:
         raise BatchError(
@@ -76,8 +77,9 @@ def count_tokens(microbatches: Sequence[Microbatch]) -> int:
     total = sum(microbatch.num_tokens for microbatch in microbatches)
     if not total:
         raise BatchError(
-            f"[batch] No target of the whole batch counts: all of its {len(microbatches)} microbatches are fully masked. "
-            "Expected at least one unmasked token. Leave this batch out, or check the prompt mask and the sequence limit."
+            f"[batch] No target of the whole batch counts: all of its {len(microbatches)} microbatches are fully "
+            "masked. Expected at least one unmasked token. Leave this batch out, or check the prompt mask and the "
+            "sequence limit."
         )
     return total
 
@@ -100,15 +102,16 @@ def loss_share(
 
 
 def mask_seed(seed: int, step: int, microbatch: int, site: int) -> int:
-    """The state of MLX's random generator in one part of one forward: the same for every cut, schedule and recompute mode."""
+    """The state of MLX's random generator in one part of one forward; no cut, schedule or recompute mode changes it."""
     name = f"{seed},{step},{microbatch},{site}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 
 
 @contextmanager
-def kept_random_state() -> Iterator[None]:
+def kept_random_state() -> Generator[None]:
     """Leave MLX's global random generator as it was found."""
-    high, low = (int(word) for word in np.asarray(mx.random.state[0]))
+    state: Any = mx.random.state
+    high, low = (int(word) for word in np.asarray(state[0]))
     try:
         yield
     finally:

@@ -1,14 +1,14 @@
 """An mlx-lm model as pptrain sees it: a stack of layers that can be intercepted, and parameters that have names.
 
-Nothing here knows an architecture by name. A model is any `mlx.nn.Module` that takes tokens and returns logits, and whose
-`layers` are called once each, in order, with the hidden state as their first argument.
+Nothing here knows an architecture by name. A model is any `mlx.nn.Module` that takes tokens and returns logits, and
+whose `layers` are called once each, in order, with the hidden state as their first argument.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,9 +64,9 @@ class Slot:
         """The parameter as it is now."""
         return self.container[self.key]
 
-    @array.setter
-    def array(self, value: mx.array) -> None:
-        self.container[self.key] = value
+    def put(self, array: mx.array) -> None:
+        """Replace the parameter."""
+        self.container[self.key] = array
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
@@ -109,24 +109,24 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 @contextmanager
-def replaced(slots: Sequence[Slot], arrays: Sequence[mx.array]) -> Iterator[None]:
+def replaced(slots: Sequence[Slot], arrays: Sequence[mx.array]) -> Generator[None]:
     """Put other arrays into the slots for a while."""
     saved = [slot.array for slot in slots]
     try:
         for slot, array in zip(slots, arrays, strict=True):
-            slot.container[slot.key] = array
+            slot.put(array)
         yield
     finally:
         for slot, array in zip(slots, saved, strict=True):
-            slot.container[slot.key] = array
+            slot.put(array)
 
 
 @contextmanager
-def intercepted(layers: Sequence[nn.Module], around: Around) -> Iterator[None]:
+def intercepted(layers: Sequence[nn.Module], around: Around) -> Generator[None]:
     """Let `around` stand in for each layer's call for a while.
 
-    Each layer gets a subclass of its own class, so that attributes, `isinstance` and `super()` go on working, and gets its
-    own class back at the end.
+    Each layer gets a subclass of its own class, so that attributes, `isinstance` and `super()` go on working, and gets
+    its own class back at the end.
     """
     index = {id(layer): i for i, layer in enumerate(layers)}
     classes = [type(layer) for layer in layers]
@@ -194,7 +194,7 @@ def _ends(model: nn.Module, tokens: mx.array) -> list[mx.array]:
     """The unevaluated end of each site."""
     layers, inputs = find_layers(model), list[mx.array]()
 
-    def around(layer: int, call: Call, hidden: mx.array) -> Any:
+    def around(layer: int, call: Call, hidden: Any) -> Any:
         if layer != len(inputs) or not isinstance(hidden, mx.array):
             raise ModelError(_not_one_hidden_state(model, layer, len(inputs), hidden))
         inputs.append(hidden)
@@ -211,8 +211,8 @@ def _ends(model: nn.Module, tokens: mx.array) -> list[mx.array]:
 def _not_one_hidden_state(model: nn.Module, layer: int, expected: int, value: object) -> str:
     return (
         f"[model] {type(model).__module__} cannot be cut: layer {layer} came where layer {expected} was expected, with "
-        f"{type(value).__name__} as its hidden state. Expected every layer to be called once, in order, with one array. "
-        "Train this model on one device with mlx_lm.lora."
+        f"{type(value).__name__} as its hidden state. Expected every layer to be called once, in order, with one "
+        "array. Train this model on one device with mlx_lm.lora."
     )
 
 

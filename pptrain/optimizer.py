@@ -1,12 +1,12 @@
 """From each stage's gradients to one update: shared parameters summed, the global norm, clipping, MLX's own optimizers.
 
-The norm is summed leaf by leaf in the whole model's tree order, so that it is one device's norm bit for bit, wherever the
-model was cut and whoever holds a leaf.
+The norm is summed leaf by leaf in the whole model's tree order, so that it is one device's norm bit for bit, wherever
+the model was cut and whoever holds a leaf.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -29,16 +29,16 @@ def square_sum(grad: mx.array) -> mx.array:
     return grad.square().sum()
 
 
-def add_up(numbers: Sequence[float]) -> np.float32:
+def add_up(numbers: Iterable[float]) -> float:
     """Add float32 numbers in the order given, each sum rounded to float32 as a device does."""
     total = np.float32(0)
     with np.errstate(over="ignore", invalid="ignore"):  # an infinity is for `check_finite` to report
         for number in numbers:
             total += np.float32(number)
-    return total
+    return float(total)
 
 
-def global_norm(squares: Sequence[float]) -> mx.array:
+def global_norm(squares: Iterable[float]) -> mx.array:
     """The norm over all leaves, from their squared norms in tree order; the root is the device's own."""
     return mx.sqrt(mx.array(add_up(squares)))
 
@@ -89,8 +89,8 @@ def to_tree(leaves: Mapping[str, mx.array]) -> Any:
 def add_shared(transport: Transport, own: Grads, ranks: Sequence[int], name: str, template: mx.array) -> Task[None]:
     """Give every rank that holds a shared parameter the sum of all their gradients for it, the same bits on all.
 
-    The sum goes up the ranks, each adding its own, and comes back down; a rank in between hands it on (a ring reaches its
-    neighbours only).
+    The sum goes up the ranks, each adding its own, and comes back down; a rank in between hands it on (a ring reaches
+    its neighbours only).
 
     Args:
         transport: This rank's.

@@ -10,8 +10,8 @@ from pptrain.errors import PartitionError
 def even(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Layers of each stage when they are divided as evenly as can be.
 
-    The remainder is spread, one layer for each of the stages in the middle: the first stage has the embedding and the last
-    the head besides their layers, so those are the last to get one more::
+    The remainder is spread, one layer for each of the stages in the middle: the first stage has the embedding and the
+    last the head besides their layers, so those are the last to get one more::
 
         even(10, 3) == (3, 4, 3)
         even(30, 4) == (7, 8, 8, 7)
@@ -35,8 +35,8 @@ def explicit(num_layers: int, sizes: Sequence[int], num_stages: int | None = Non
     text = ",".join(map(str, sizes))
     if num_stages is not None and num_stages != len(sizes):
         raise PartitionError(
-            f"[layers] {text} lists {len(sizes)} stages, but {num_stages} stages were asked for. Expected one entry for "
-            f"each stage. List {num_stages} entries, or leave out --stages."
+            f"[layers] {text} lists {len(sizes)} stages, but {num_stages} stages were asked for. Expected one entry "
+            f"for each stage. List {num_stages} entries, or leave out --stages."
         )
     _check_num_stages(num_layers, len(sizes))
     if min(sizes) < 1 or sum(sizes) != num_layers:

@@ -47,7 +47,8 @@ class Pipeline:
     """A model cut into stages, run over a transport; its numbers are `reference`'s, bit for bit.
 
     Args:
-        model: An mlx-lm model, its weights lazy or not, LoRA put on already. Its current parameters are read at each call.
+        model: An mlx-lm model, its weights lazy or not, LoRA put on already. Its current parameters are read at each
+            call.
         num_stages: Into how many stages; one, or with a transport the number of its ranks, where it is not given.
         layers: An explicit cut: layers of each stage.
         schedule: A name of `pptrain.schedule.SCHEDULES`, or a function like those.
@@ -92,8 +93,8 @@ class Pipeline:
         self.world = world or _open(transport, self.num_stages)
         if self.world.world_size != self.num_stages:
             raise ConfigError(
-                f"[stages] {self.num_stages} stages were asked for, but the transport has {self.world.world_size} ranks. "
-                "Expected one rank for each stage. Start as many processes as stages, or change --stages."
+                f"[stages] {self.num_stages} stages were asked for, but the transport has {self.world.world_size} "
+                "ranks. Expected one rank for each stage. Start as many processes as stages, or change --stages."
             )
         self.placement = tuple(range(self.num_stages))
         self.num_steps = 0
@@ -257,7 +258,7 @@ class Pipeline:
     def _summary(
         self, transport: Transport, stage: Stage, grads: Grads, num_microbatches: int, keep: bool
     ) -> Generator[Wait, None, tuple[NDArray[np.float32], NDArray[np.float32]]]:
-        """Losses and squared norms of every leaf, known to all: each stands at one rank, zeros elsewhere add nothing."""
+        """Losses and squared norms of all leaves, known to all: each is one rank's, and zeros elsewhere add nothing."""
         names = self._known.trainable if keep else ()
         zero = mx.array(0.0)
         losses = [stage.losses.get(j, zero) for j in range(num_microbatches)]

@@ -1,9 +1,9 @@
 """The schedule with its sends and receives: one list of instructions for each rank, lowered for the transport's lanes.
 
-A **single lane** does one communication at a time and blocks its rank. Every (send, receive) pair is put atomically into
-one global sequence, ordered by when its message is ready, and each rank runs its projection of that sequence. No such
-program deadlocks, whatever the buffering: of all pairs that are not done, the first in the sequence has nothing before it
-on either side. The same order stands at both ends of every link, so that no tag is needed.
+A **single lane** does one communication at a time and blocks its rank. Every (send, receive) pair is put atomically
+into one global sequence, ordered by when its message is ready, and each rank runs its projection of that sequence. No
+such program deadlocks, whatever the buffering: of all pairs that are not done, the first in the sequence has nothing
+before it on either side. The same order stands at both ends of every link, so that no tag is needed.
 
 With **one lane for each direction** a message is sent when it is produced and received as late as can be: before the
 action that needs it, or before a message behind it on the same link has to be received.

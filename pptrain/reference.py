@@ -5,7 +5,7 @@ Everything that a pipeline computes is compared with this, bit for bit. It is me
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -139,8 +139,14 @@ def loss_sum(model: nn.Module, microbatches: Sequence[Microbatch], loss: TokenLo
     return total
 
 
+def number(scalar: mx.array) -> float:
+    """The value of a real scalar."""
+    value: Any = scalar.item()
+    return value
+
+
 @contextmanager
-def masks_of(model: nn.Module, seed: int, step: int, microbatch: int) -> Iterator[None]:
+def masks_of(model: nn.Module, seed: int, step: int, microbatch: int) -> Generator[None]:
     """Draw the random masks that belong to (seed, step, microbatch, layer), and leave MLX's generator as it was."""
 
     def around(layer: int, call: Any, hidden: mx.array) -> Any:
@@ -168,12 +174,12 @@ class OneDevice:
             self.model, optimizer, microbatches, max_grad_norm=max_grad_norm, seed=self._seed, step=self._steps
         )
         self._steps += 1
-        shares = tuple(share.item() for share in result.losses)
-        return StepResult(result.loss.item(), shares, result.num_tokens, norm.item())
+        shares = tuple(number(share) for share in result.losses)
+        return StepResult(number(result.loss), shares, result.num_tokens, number(norm))
 
     def loss_sum(self, microbatches: Sequence[Microbatch]) -> float:
         """Token losses, summed, in evaluation mode."""
-        return loss_sum(self.model, microbatches).item()
+        return number(loss_sum(self.model, microbatches))
 
     def everybody(self, value: float) -> list[float]:
         """There is nobody else."""

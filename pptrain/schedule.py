@@ -1,7 +1,7 @@
 """Schedules as data: pure functions that return each stage's actions, in order.
 
-An action prints as `2F0`: stage 2, forward, microbatch 0. A schedule stands once, as a list, and is run, timed, drawn and
-tested from that list.
+An action prints as `2F0`: stage 2, forward, microbatch 0. A schedule stands once, as a list, and is run, timed, drawn
+and tested from that list.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """A stage: the model's own forward, cut at the layer boundaries, and its gradients.
 
 Cutting is done by interception. A stage runs the whole model's `__call__`; layers before the stage hand their input
-through, the received boundary takes the place of the first own layer's input, and the forward ends where the next stage's
-first layer would be called. What lies outside is built but never evaluated: it costs nothing, and its weights are never
-read. Layer numbers, masks and patterns stay the whole model's.
+through, the received boundary takes the place of the first own layer's input, and the forward ends where the next
+stage's first layer would be called. What lies outside is built but never evaluated: it costs nothing, and its weights
+are never read. Layer numbers, masks and patterns stay the whole model's.
 
-A stage builds lazy graphs and evaluates none of them: it hands the arrays to the executor, which evaluates them in parts.
+A stage builds lazy graphs and evaluates none of them: it hands the arrays to the executor, which evaluates them in
+parts.
 """
 
 from __future__ import annotations
@@ -417,7 +418,8 @@ def _segment_sites(cut: Cut, sites: range, recompute: Recompute) -> list[range]:
     """Where a stage is cut within itself.
 
     Before the first layer, since what comes before (the embedding) has no input to pull a cotangent back to; before the
-    first thing that trains, since nothing needs a cotangent further down; and for `--recompute layer` before each layer.
+    first thing that trains, since nothing needs a cotangent further down; and for `--recompute layer` before each
+    layer.
     """
     breaks = {1, cut.first_trained_site} | (set(sites) if recompute == "layer" else set())
     starts = sorted({sites.start} | (breaks & set(sites)))

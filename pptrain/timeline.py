@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pptrain.schedule import Action, Span, spans
+from pptrain.schedule import Action, Kind, Span, spans
 
-_SLOTS = {"F": 1.0, "B": 1.0, "I": 1.0, "W": 1.0}
+_SLOTS: Mapping[Kind, float] = {"F": 1.0, "B": 1.0, "I": 1.0, "W": 1.0}
 
 
 def draw(lists: Sequence[Sequence[Action]], num_stages: int) -> str:
