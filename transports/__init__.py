@@ -3,10 +3,9 @@
 This package knows nothing of pipelines and imports nothing of `pptrain`.
 """
 
-from __future__ import annotations
-
 import os
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, get_args
 
 from transports.base import Lanes, Receive, Sum, Task, Transport, Wait, World
 from transports.errors import (
@@ -19,20 +18,27 @@ from transports.errors import (
     TransportTimeout,
     UndeliveredMessage,
 )
+from transports.jaccl import JacclWorld
 from transports.loopback import LoopbackWorld
+from transports.ring import RingWorld
+
+TransportName = Literal["loopback", "ring", "jaccl"]
 
 __all__ = [
     "BoundaryMismatch",
     "DeadlockError",
+    "JacclWorld",
     "Lanes",
     "LoopbackWorld",
     "PeerLost",
     "Receive",
+    "RingWorld",
     "Sum",
     "Task",
     "Transport",
     "TransportClosed",
     "TransportError",
+    "TransportName",
     "TransportSetupError",
     "TransportTimeout",
     "UndeliveredMessage",
@@ -43,27 +49,44 @@ __all__ = [
 ]
 
 
-def detect() -> Literal["ring", "jaccl"] | None:
-    """The backend that `mlx.launch` set up for this process, if any."""
-    if "MLX_JACCL_COORDINATOR" in os.environ:
+def detect(environ: Mapping[str, str] = os.environ) -> Literal["ring", "jaccl"] | None:
+    """Which backend `mlx.launch` started this process for; None if it was not started so."""
+    if environ.get("MLX_IBV_DEVICES") or environ.get("MLX_JACCL_COORDINATOR"):
         return "jaccl"
-    return "ring" if "MLX_HOSTFILE" in os.environ else None
+    return "ring" if environ.get("MLX_HOSTFILE") else None
 
 
-def open_world(name: str) -> World:
-    """Join the ranks of this run over `ring` or `jaccl`.
+def open_world(name: str, world_size: int | None = None, *, lanes: Lanes | None = None, seed: int = 0) -> World:
+    """Open the world that this name stands for.
+
+    Args:
+        name: `loopback`, `ring` or `jaccl`.
+        world_size: How many ranks; a loopback needs it, a ring or JACCL must have come to the same.
+        lanes: None for what the transport does by itself; JACCL has a single lane always.
+        seed: Decides who goes on in a loopback.
 
     Raises:
-        TransportSetupError: If it cannot be started here; the message says what to do.
+        TransportSetupError: If there is no such transport here, or not of that size.
     """
+    world = _open(name, world_size, lanes, seed)
+    if world_size not in (None, world.world_size):
+        raise TransportSetupError(f"{name} was started with {world.world_size} ranks, but {world_size} were asked for.")
+    return world
+
+
+def _open(name: str, world_size: int | None, lanes: Lanes | None, seed: int) -> World:
     match name:
+        case "loopback" if world_size is not None:
+            return LoopbackWorld(world_size, lanes=lanes or "directional", seed=seed)
+        case "loopback":
+            raise TransportSetupError("A loopback runs all ranks in this process: say how many.")
         case "ring":
-            from transports.ring import RingWorld
-
-            return RingWorld()
-        case "jaccl":
-            from transports.jaccl import JacclWorld
-
+            return RingWorld(lanes=lanes or "directional")
+        case "jaccl" if lanes != "directional":
             return JacclWorld()
+        case "jaccl":
+            raise TransportSetupError("JACCL has a single lane: its operations share queues and buffers.")
         case _:
-            raise TransportSetupError(f"Unknown transport {name!r}. Expected ring or jaccl.")
+            raise TransportSetupError(
+                f"There is no transport {name!r}. There are: {', '.join(get_args(TransportName))}."
+            )

@@ -33,7 +33,7 @@ from typing import Literal, TypeVar
 import mlx.core as mx
 
 Lanes = Literal["single", "directional"]
-"""`single`: each rank does one communication at a time, in program order. `directional`: sends leave in the background."""
+"""`single`: each rank does one communication at a time, in program order. `directional`: sends leave by themselves."""
 
 T = TypeVar("T")
 

@@ -4,8 +4,7 @@ A rank's program is a generator. It is resumed when its wait is over, and the wo
 random choice, so a run is one of all possible interleavings, and always the same one for a seed. Nobody can go on: a
 deadlock, found at once and explained.
 
-An operation of a rank is *in line* behind those that it must not overtake: with a single lane behind every earlier one,
-with directional lanes behind earlier ones to (or from) the same peer, and a collective behind and before everything::
+What a rank asked for moves in the order that `lines` says, over links of a stated capacity::
 
     rank 0      send 0F0 ─┬─> link 0 to 1: [ wire, at most `capacity` messages ] ──> arrive 0F0      rank 1
                           └── capacity 0: no wire, a message moves only into the hands of a rank that waits for it
@@ -26,6 +25,7 @@ import mlx.core as mx
 from transports.base import Lanes, Receive, Sum, Task, Transport, Wait, World
 from transports.buffers import fill, poisoned
 from transports.errors import BoundaryMismatch, DeadlockError, TransportClosed, TransportError, UndeliveredMessage
+from transports.lines import first_in_line, is_behind, needed
 from transports.operations import Arrive, BufferReceive, Collective, Flush, Link, Message, Operation, Send, form
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ class LoopbackTransport(Transport):
     def startable(self) -> list[Operation]:
         """The operations that are first in their line, and waited for or in the background."""
         wanted = self._wanted()
-        first = [op for i, op in enumerate(self.pending) if not any(self._in_line(e, op) for e in self.pending[:i])]
+        first = first_in_line(self.pending, self.lanes)
         return [op for op in first if op in wanted or self._is_background(op)]
 
     def begins_at(self, operation: Operation) -> float:
@@ -139,7 +139,7 @@ class LoopbackTransport(Transport):
         operation.over_at = at
         self.pending.remove(operation)
         for later in self.pending:
-            if self._in_line(operation, later):
+            if is_behind(later, operation, self.lanes):
                 later.ready_at = max(later.ready_at, at)
 
     def describe(self) -> str:
@@ -154,10 +154,6 @@ class LoopbackTransport(Transport):
         )
         return f"rank {self.rank} stands at {self._position} and waits for {self._waits_for.describe()}{behind}"
 
-    def _in_line(self, earlier: Operation, later: Operation) -> bool:
-        is_collective = isinstance(earlier, Collective) or isinstance(later, Collective)
-        return self.lanes == "single" or is_collective or earlier.lane == later.lane
-
     def _is_background(self, operation: Operation) -> bool:
         return self.lanes == "directional" and isinstance(operation, Send)
 
@@ -166,11 +162,7 @@ class LoopbackTransport(Transport):
         targets = [] if self._waits_for is None else list(self._waits_for.needs())
         if self._closed_because is not None or not self.is_running:
             targets += self._sends()  # Whoever has ended or closed still delivers what it sent.
-        wanted: list[Operation] = []
-        for operation in reversed(self.pending):
-            if operation in targets or any(self._in_line(operation, later) for later in wanted):
-                wanted.append(operation)
-        return wanted[::-1]
+        return needed(self.pending, targets, self.lanes)
 
     def _sends(self) -> list[Operation]:
         return [operation for operation in self.pending if isinstance(operation, Send)]

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from transports.base import Receive, Sum, Wait
 from transports.buffers import Bytes, array_from, bytes_of, poisoned
+from transports.lines import COLLECTIVE, Lane
 
 
 def form(shape: Sequence[int], dtype: mx.Dtype) -> str:
@@ -79,11 +80,9 @@ class Link:
 class Operation(Wait):
     """Something that a rank asked for at `ready_at`; over once `over_at` says when."""
 
-    lane: tuple[str, int]
-    """Which operations of the same rank this one keeps in line with, where lanes are directional."""
-
-    def __init__(self, ready_at: float, label: str) -> None:
+    def __init__(self, ready_at: float, lane: Lane, label: str) -> None:
         self.ready_at = ready_at
+        self.lane = lane
         self.label = label
         self.over_at: float | None = None
 
@@ -108,8 +107,7 @@ class Send(Operation):
     """A message that has not left yet."""
 
     def __init__(self, ready_at: float, to: int, message: Message) -> None:
-        super().__init__(ready_at, message.label)
-        self.lane = ("to", to)
+        super().__init__(ready_at, ("to", to), message.label)
         self.to = to
         self.message = message
 
@@ -132,8 +130,7 @@ class Arrive(Operation):
     """A message that has not come yet."""
 
     def __init__(self, ready_at: float, receive: BufferReceive) -> None:
-        super().__init__(ready_at, receive.label)
-        self.lane = ("from", receive.source)
+        super().__init__(ready_at, ("from", receive.source), receive.label)
         self.receive = receive
 
     def describe(self) -> str:
@@ -145,8 +142,7 @@ class Collective(Operation, Sum):
     """A sum that not every rank has come to yet."""
 
     def __init__(self, ready_at: float, addend: Message) -> None:
-        super().__init__(ready_at, addend.label)
-        self.lane = ("all", -1)
+        super().__init__(ready_at, COLLECTIVE, addend.label)
         self.addend = addend
         self.array = poisoned(addend.shape, addend.dtype)
 
@@ -159,8 +155,7 @@ class Flush(Operation):
     """The wait for a rank's own sends; never in line itself."""
 
     def __init__(self, ready_at: float, sends: Sequence[Operation]) -> None:
-        super().__init__(ready_at, "flush")
-        self.lane = ("flush", -1)
+        super().__init__(ready_at, ("flush", -1), "flush")
         self._sends = sends
 
     def needs(self) -> Sequence[Operation]:

@@ -1,0 +1,132 @@
+"""What a rank of the ring tests runs: `python tests/ring_rank.py CASE [LANES] [MAX_PIECE_BYTES]`.
+
+Its last line is what the test looks for, since a launcher's exit code says little.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from transports.base import Task, Transport
+from transports.contract import PROMISES
+from transports.errors import TransportClosed, TransportError
+from transports.ring import RingWorld
+from transports.wire import MAX_PIECE_BYTES
+
+
+def contract(world: RingWorld) -> str:
+    rank = world.local_ranks[0]
+    kept = [promise for promise in PROMISES if promise.concerns(world.transport(rank))]
+    for promise in kept:
+        print(promise.name, flush=True)
+        world.run({rank: promise.check(world.transport(rank))})
+    return f"kept {len(kept)} promises"
+
+
+def peer_lost_in_a_receive(world: RingWorld) -> str:
+    return _outlive_the_last(world, _receives_from_the_last)
+
+
+def peer_lost_in_a_send(world: RingWorld) -> str:
+    return _outlive_the_last(world, _sends_to_the_last)
+
+
+def peer_lost_in_a_sum(world: RingWorld) -> str:
+    return _outlive_the_last(world, _sums)
+
+
+def many_pieces(world: RingWorld) -> str:
+    rank = world.local_ranks[0]
+    return str(world.run({rank: _to_and_fro(world.transport(rank))})[rank])
+
+
+def task_fails_with_sends_under_way(world: RingWorld) -> str:
+    rank = world.local_ranks[0]
+    try:
+        world.run({rank: _fails(world.transport(rank))})
+    except ValueError as error:
+        return f"ended by {error}"
+    return "did not fail"
+
+
+def never_waits_for_its_receive(world: RingWorld) -> str:
+    rank = world.local_ranks[0]
+    world.run({rank: _forgets(world.transport(rank))})
+    return "was not told"
+
+
+def _outlive_the_last(world: RingWorld, task: Callable[[Transport], Task[None]]) -> str:
+    rank, last = world.local_ranks[0], world.world_size - 1
+    transport = world.transport(rank)
+    transport.stand_at("1F0 (instruction 7)")
+    if rank == last:
+        time.sleep(0.5)
+        os._exit(0)
+    try:
+        world.run({rank: task(transport)})
+    except TransportError as error:
+        print(f"{type(error).__name__}: {error}")
+    try:
+        transport.send(mx.zeros((1,)), last)
+    except TransportClosed as error:
+        return f"closed: {error}"
+    return "not closed"
+
+
+def _receives_from_the_last(transport: Transport) -> Task[None]:
+    yield transport.arrive(transport.receive((3,), mx.float32, transport.world_size - 1, "1B0"))
+
+
+def _sends_to_the_last(transport: Transport) -> Task[None]:
+    yield transport.send(mx.zeros((1 << 24,)), transport.world_size - 1, "0F0")
+    yield transport.flush()
+
+
+def _sums(transport: Transport) -> Task[None]:
+    yield transport.all_sum(mx.zeros((3,)), "the norm")
+
+
+def _to_and_fro(transport: Transport) -> Task[bool]:
+    """From 0 to 1 and back, as four pieces and a rest, and summed."""
+    array = mx.arange(4 * 1000 + 7, dtype=mx.int32).reshape(1, -1)
+    if transport.rank == 0:
+        yield transport.send(array, 1, "there")
+    receive = transport.receive(array.shape, mx.int32, 1 - transport.rank, "there or back")
+    doubled = receive.array * 2
+    yield transport.arrive(receive)
+    if transport.rank == 1:
+        yield transport.send(receive.array, 0, "back")
+    total = transport.all_sum(doubled, "both")
+    yield total
+    return mx.array_equal(total.array, array * 4).item() is True
+
+
+def _fails(transport: Transport) -> Task[None]:
+    """Rank 0 fails with a send under way that nobody takes."""
+    if transport.rank == 0:
+        transport.send(mx.zeros((1 << 24,)), 1, "0F0")
+        raise ValueError("a mistake")
+    time.sleep(1)
+    raise ValueError("the other one")
+    yield
+
+
+def _forgets(transport: Transport) -> Task[None]:
+    transport.arrive(transport.receive((1,), mx.int32, 1 - transport.rank, "1B0"))
+    yield transport.flush()
+
+
+def main() -> None:
+    case, lanes, max_piece_bytes = (*sys.argv[1:], *["directional", str(MAX_PIECE_BYTES)][len(sys.argv) - 2 :])
+    world = RingWorld(lanes="single" if lanes == "single" else "directional", max_piece_bytes=int(max_piece_bytes))
+    print(globals()[case](world), flush=True)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

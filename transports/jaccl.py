@@ -1,0 +1,72 @@
+"""MLX's JACCL: RDMA over Thunderbolt 5, always a single lane.
+
+Its completion queues and buffers are shared by all operations, so two at once would take each other's completions.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import cast, final
+
+from transports.distributed import GroupTransport, GroupWorld
+from transports.errors import TransportSetupError
+from transports.ring import neighbours_of
+from transports.setup import START, init_group, rank_among, read_json
+from transports.wire import MAX_PIECE_BYTES
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class JacclWorld(GroupWorld):
+    """This process's rank of the mesh, or ring, that `mlx.launch --backend jaccl` (or `jaccl-ring`) started.
+
+    Args:
+        max_piece_bytes: Larger messages go in several pieces; the same on every rank.
+        environ: Where MLX_RANK, MLX_IBV_DEVICES, MLX_JACCL_COORDINATOR and MLX_JACCL_RING are looked up.
+
+    Raises:
+        TransportSetupError: If the environment is not that of JACCL, or the group does not come about.
+    """
+
+    def __init__(self, *, max_piece_bytes: int = MAX_PIECE_BYTES, environ: Mapping[str, str] = os.environ) -> None:
+        where, devices = read_json(environ, "MLX_IBV_DEVICES", "jaccl")
+        rank = rank_among(environ, len(devices), where)
+        peers = peers_of(rank, len(devices), environ)
+        check_devices(devices, rank, peers, where)
+        _check_coordinator(environ)
+        if environ.get("MLX_METAL_FAST_SYNCH", "0") not in ("", "0"):
+            logger.warning("MLX_METAL_FAST_SYNCH is set: with it deadlocks were reported. Unset it.")
+        transport = GroupTransport(init_group("jaccl"), "single", peers, max_piece_bytes)
+        super().__init__(transport)
+        # Whoever sends before its peer has posted a receive may lose the message: begin together.
+        transport.wait(transport.barrier())
+
+
+def peers_of(rank: int, world_size: int, environ: Mapping[str, str]) -> set[int]:
+    """The ranks that this one has a link to: all others of a mesh, the neighbours of a ring."""
+    if environ.get("MLX_JACCL_RING", "0") not in ("", "0"):
+        return neighbours_of(rank, world_size)
+    return set(range(world_size)) - {rank}
+
+
+def check_devices(devices: list[object], rank: int, peers: set[int], where: str) -> None:
+    """This rank's row names a device for each peer: `[null, "rdma_en5"]` for rank 0 of two."""
+    row = devices[rank]
+    if not isinstance(row, list) or len(cast(list[object], row)) != len(devices):
+        raise TransportSetupError(
+            f"{where}: entry {rank} is {row!r}, but a list of {len(devices)} devices was expected."
+        )
+    if missing := [peer for peer in sorted(peers) if not cast(list[object], row)[peer]]:
+        raise TransportSetupError(f"{where}: entry {rank} is {row!r}, which names no device to rank {missing[0]}.")
+
+
+def _check_coordinator(environ: Mapping[str, str]) -> None:
+    coordinator = environ.get("MLX_JACCL_COORDINATOR", "")
+    if not coordinator.rpartition(":")[0] or not coordinator.rpartition(":")[2].isdecimal():
+        raise TransportSetupError(
+            f"MLX_JACCL_COORDINATOR is {coordinator!r}, but the address of rank 0 was expected, as '10.0.0.1:5000'. "
+            f"{START.format(backend='jaccl')}."
+        )

@@ -1,0 +1,65 @@
+"""MLX's ring: TCP between neighbours, one lane for each direction."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import cast, final
+
+from transports.base import Lanes
+from transports.distributed import GroupTransport, GroupWorld
+from transports.errors import TransportSetupError
+from transports.setup import init_group, rank_among, read_json
+from transports.wire import MAX_PIECE_BYTES
+
+
+@final
+class RingWorld(GroupWorld):
+    """This process's rank of the ring that `mlx.launch --backend ring` started.
+
+    Args:
+        lanes: `single` puts everything on one stream, one communication at a time, as JACCL needs it.
+        max_piece_bytes: Larger messages go in several pieces; the same on every rank.
+        environ: Where MLX_RANK and MLX_HOSTFILE are looked up.
+
+    Raises:
+        TransportSetupError: If the environment is not that of a ring, or the ring does not come about.
+    """
+
+    def __init__(
+        self,
+        *,
+        lanes: Lanes = "directional",
+        max_piece_bytes: int = MAX_PIECE_BYTES,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        where, entries = read_json(environ, "MLX_HOSTFILE", "ring")
+        rank = rank_among(environ, len(entries), where)
+        check_addresses(entries, where)
+        neighbours = neighbours_of(rank, len(entries))
+        super().__init__(GroupTransport(init_group("ring"), lanes, neighbours, max_piece_bytes))
+
+
+def neighbours_of(rank: int, world_size: int) -> set[int]:
+    """The ranks that a ring links to this one; with two ranks left and right are the same."""
+    return {(rank - 1) % world_size, (rank + 1) % world_size}
+
+
+def check_addresses(entries: list[object], where: str) -> None:
+    """Each rank has its addresses, `["10.0.0.1:5000"]`, and no two the same one."""
+    owners: dict[str, int] = {}
+    for rank, entry in enumerate(entries):
+        if not isinstance(entry, list) or not entry:
+            raise TransportSetupError(
+                f'{where}: entry {rank} is {entry!r}, but a list as ["10.0.0.1:5000"] was expected.'
+            )
+        for address in cast(list[object], entry):
+            _check_address(address, f"{where}: entry {rank}")
+            if (owner := owners.setdefault(str(address), rank)) != rank:
+                raise TransportSetupError(f"{where}: entries {owner} and {rank} both have the address {address}.")
+
+
+def _check_address(address: object, where: str) -> None:
+    host, _, port = str(address).rpartition(":")
+    if not isinstance(address, str) or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise TransportSetupError(f"{where} has the address {address!r}, but one as '10.0.0.1:5000' was expected.")
