@@ -26,7 +26,7 @@ def draw(lists: Sequence[Sequence[Action]], num_stages: int) -> str:
     for span in placed:
         rows[span.action.stage][int(span.start)] = _cell(span.action)
     return "\n".join(
-        f"stage {stage:<3} " + " ".join(cell.ljust(width) for cell in row).rstrip() for stage, row in enumerate(rows)
+        f"stage {stage:<3} {' '.join(cell.ljust(width) for cell in row)}".rstrip() for stage, row in enumerate(rows)
     )
 
 
