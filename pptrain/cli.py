@@ -62,8 +62,13 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 def _train(options: Sequence[str]) -> int:
     # Imported here, so that --version and --help answer at once.
+    import mlx.core as mx
+
     from pptrain import config, demo_run, job
 
+    if mx.default_device() == mx.cpu:
+        # There each fused kernel is compiled by the system's C++ compiler in every process, which never pays.
+        mx.disable_compile()
     if "--demo" in options:
         return demo_run.run(options)
     job.execute(config.parse(options))

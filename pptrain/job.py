@@ -21,6 +21,7 @@ from pptrain.agreement import agree, settings_of
 from pptrain.checkpoint import save_adapter_config, save_adapters, save_whole_model
 from pptrain.config import TrainConfig
 from pptrain.data import Data, load_data
+from pptrain.errors import ConfigError
 from pptrain.model import find_layers
 from pptrain.pipeline import Pipeline
 from pptrain.recipe import Loaded, load_base, load_trained, make_optimizer, prepare_training
@@ -161,8 +162,14 @@ def opened(config: TrainConfig) -> Generator[World]:
 
 
 def _open(config: TrainConfig) -> World:
-    name = (detect() or "loopback") if config.transport == "auto" else config.transport
+    launched = detect()
+    name = (launched or "loopback") if config.transport == "auto" else config.transport
     if name == "loopback":
+        if launched:
+            raise ConfigError(
+                "[transport] loopback runs every stage in one process, but a launcher has started several over "
+                f"{launched}. Leave out --transport, or start one process without mlx.launch."
+            )
         return LoopbackWorld(len(config.layers) if config.layers else config.stages or 1)
     return open_world(name)
 

@@ -1,0 +1,7 @@
+"""`python -m pptrain` is `pptrain`."""
+
+import sys
+
+from pptrain.cli import main
+
+sys.exit(main())
