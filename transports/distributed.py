@@ -199,7 +199,7 @@ class GroupTransport(Transport):
             f"[rank {self.rank}] at {self._position}, waiting for {what}: {error}. "
             f"The process at the other end has ended: see what it said last."
         )
-        self.abandon(f"of its first error: {lost}")
+        self.abandon(f"its first error was {lost}")
         raise lost from error
 
     def _end(self, because: str) -> None:
@@ -209,7 +209,7 @@ class GroupTransport(Transport):
 
     def _check_usable(self, *peers: int) -> None:
         if self._closed_because is not None:
-            raise TransportClosed(f"[rank {self.rank}] this transport is closed because {self._closed_because}.")
+            raise TransportClosed(f"[rank {self.rank}] this transport is closed: {self._closed_because}")
         for peer, sender in self._senders.items():
             if sender.error is not None:
                 self._lose(f"everything sent to leave for rank {peer}", sender.error)

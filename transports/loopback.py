@@ -16,7 +16,7 @@ something in line behind it, as over real processes, where nobody takes a messag
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import TypeVar, cast
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 class LoopbackTransport(Transport):
     """One rank of a `LoopbackWorld`."""
 
-    def __init__(self, rank: int, world_size: int, lanes: Lanes) -> None:
+    def __init__(self, rank: int, world_size: int, lanes: Lanes, timer: Callable[[], float]) -> None:
         self.rank = rank
         self.world_size = world_size
         self.lanes: Lanes = lanes
@@ -44,6 +44,7 @@ class LoopbackTransport(Transport):
         self._failure: TransportError | None = None
         self._closed_because: str | None = None
         self._position = "its beginning"
+        self._timer = timer
         self._now = 0.0
         self._resumed_at: float | None = None
 
@@ -84,7 +85,7 @@ class LoopbackTransport(Transport):
 
     def clock(self) -> float:
         """Virtual seconds: those that this rank computed, and those that it waited for others' virtual time."""
-        return self._now + (0.0 if self._resumed_at is None else perf_counter() - self._resumed_at)
+        return self._now + (0.0 if self._resumed_at is None else self._timer() - self._resumed_at)
 
     def stand_at(self, position: str) -> None:
         """Remember the position for reports; see `Transport.stand_at`."""
@@ -98,7 +99,13 @@ class LoopbackTransport(Transport):
         """End this rank's wait with an error, and the transport with it."""
         self._failure = error
         self.pending.clear()
-        self._close(f"of its first error: {error}")
+        self._close(f"its first error was {error}")
+
+    def abandon(self, because: str) -> None:
+        """Stop running and close, without delivering anything more."""
+        self.is_running, self._failure = False, None
+        self.pending.clear()
+        self._close(because)
 
     def begin(self) -> None:
         """Take up a new task."""
@@ -109,7 +116,7 @@ class LoopbackTransport(Transport):
         if self._waits_for is not None:
             self._now = max(self._now, self._waits_for.when())
         failure, self._failure, self._waits_for = self._failure, None, None
-        self._resumed_at = perf_counter()
+        self._resumed_at = self._timer()
         try:
             wait = next(task) if failure is None else task.throw(failure)
         finally:
@@ -172,7 +179,7 @@ class LoopbackTransport(Transport):
 
     def _check_usable(self, *peers: int) -> None:
         if self._closed_because is not None:
-            raise TransportClosed(f"[rank {self.rank}] this transport is closed because {self._closed_because}.")
+            raise TransportClosed(f"[rank {self.rank}] this transport is closed: {self._closed_because}")
         for peer in peers:
             if peer == self.rank or not 0 <= peer < self.world_size:
                 others = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -187,16 +194,23 @@ class LoopbackWorld(World):
         capacity: How many messages fit on a link; None for any number, 0 for a rendezvous.
         lanes: Whether a rank does one communication at a time, or sends in the background.
         seed: Decides who goes on, wherever several ranks can.
+        timer: Measures how long a rank computes, in seconds.
     """
 
     def __init__(
-        self, world_size: int, *, capacity: int | None = None, lanes: Lanes = "directional", seed: int = 0
+        self,
+        world_size: int,
+        *,
+        capacity: int | None = None,
+        lanes: Lanes = "directional",
+        seed: int = 0,
+        timer: Callable[[], float] = perf_counter,
     ) -> None:
         if world_size < 1 or (capacity is not None and capacity < 0):
             raise ValueError(f"A loopback needs a rank and no negative capacity, not {world_size=}, {capacity=}.")
         self.world_size = world_size
         self.local_ranks = tuple(range(world_size))
-        self._transports = [LoopbackTransport(rank, world_size, lanes) for rank in self.local_ranks]
+        self._transports = [LoopbackTransport(rank, world_size, lanes, timer) for rank in self.local_ranks]
         pairs = [(source, to) for source in self.local_ranks for to in self.local_ranks if source != to]
         self._links = {pair: Link(capacity) for pair in pairs}
         self._random = random.Random(seed)
@@ -219,8 +233,7 @@ class LoopbackWorld(World):
             return self._run(tasks)
         except BaseException as error:
             for rank, task in tasks.items():
-                self._transports[rank].fail(TransportError(f"the run ended with {type(error).__name__}: {error}"))
-                self._transports[rank].is_running = False
+                self._transports[rank].abandon(f"the run ended with {type(error).__name__}: {error}")
                 task.close()
             raise
 
