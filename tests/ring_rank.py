@@ -60,6 +60,15 @@ def never_waits_for_its_receive(world: RingWorld) -> str:
     return "was not told"
 
 
+def sends_across(world: RingWorld) -> str:
+    rank = world.local_ranks[0]
+    try:
+        world.transport(rank).send(mx.zeros((1,)), (rank + 2) % 4)
+    except TransportError as error:
+        return str(error)
+    return "sent"
+
+
 def _outlive_the_last(world: RingWorld, task: Callable[[Transport], Task[None]]) -> str:
     rank, last = world.local_ranks[0], world.world_size - 1
     transport = world.transport(rank)

@@ -55,8 +55,15 @@ def check_addresses(entries: list[object], where: str) -> None:
             )
         for address in cast(list[object], entry):
             _check_address(address, f"{where}: entry {rank}")
-            if (owner := owners.setdefault(str(address), rank)) != rank:
-                raise TransportSetupError(f"{where}: entries {owner} and {rank} both have the address {address}.")
+            if str(address) in owners:
+                raise TransportSetupError(_shared(str(address), owners[str(address)], rank, where))
+            owners[str(address)] = rank
+
+
+def _shared(address: str, owner: int, rank: int, where: str) -> str:
+    if owner == rank:
+        return f"{where}: entry {rank} has the address {address} twice. Each connection needs a port of its own."
+    return f"{where}: entries {owner} and {rank} both have the address {address}. Each needs one of its own."
 
 
 def _check_address(address: object, where: str) -> None:

@@ -34,7 +34,7 @@ def read_json(environ: Mapping[str, str], variable: str, backend: str) -> tuple[
     if not isinstance(content, list):
         raise TransportSetupError(
             f"{where} holds a {type(content).__name__}, but MLX reads a list with an entry for each rank. "
-            f"A host file for `mlx.launch --hostfile` is another thing: {START.format(backend=backend)}."
+            f"A host file for `mlx.launch --hostfile` is another thing. {START.format(backend=backend)}."
         )
     return where, cast(list[object], content)
 
@@ -43,7 +43,7 @@ def rank_among(environ: Mapping[str, str], world_size: int, where: str) -> int:
     """The rank in MLX_RANK, which has to be one of those that the file has entries for."""
     text = environ.get("MLX_RANK", "")
     if world_size < 2:
-        raise TransportSetupError(f"{where} has {world_size} entries, but a group needs two ranks or more.")
+        raise TransportSetupError(f"{where} lists {world_size} of the ranks, but a group needs two ranks or more.")
     if not text.isdecimal() or int(text) >= world_size:
         raise TransportSetupError(
             f"MLX_RANK is {text!r}, but {where} has {world_size} entries: it must be from 0 to {world_size - 1}."

@@ -1,0 +1,212 @@
+"""The ring keeps the contract between real processes, names a peer that is lost, and refuses a wrong set-up at once."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from processes import report, run_ranks
+
+from transports import JacclWorld, LoopbackWorld, RingWorld, TransportSetupError, detect, open_world
+from transports.contract import PROMISES
+
+RANK = str(Path(__file__).with_name("ring_rank.py"))
+
+
+@pytest.mark.ring
+@pytest.mark.parametrize("lanes", ["directional", "single"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_contract(world_size: int, lanes: str) -> None:
+    ended = run_ranks([[RANK, "contract", lanes]] * world_size, timeout_seconds=180)
+    promised = sum(promise.lanes in (None, lanes) for promise in PROMISES)
+    for each in ended:
+        assert each.stdout.splitlines()[-1:] == [f"kept {promised} promises"], report(ended)
+        assert each.returncode == 0, report(ended)
+
+
+@pytest.mark.ring
+@pytest.mark.parametrize("lanes", ["directional", "single"])
+@pytest.mark.parametrize(
+    ("case", "waited_for"),
+    [
+        ("peer_lost_in_a_receive", "1B0 from rank 2"),
+        ("peer_lost_in_a_send", "(everything sent|0F0) to leave for rank 2"),
+        ("peer_lost_in_a_sum", "every rank to come to the norm"),
+    ],
+)
+def test_a_lost_peer_is_named_with_the_place(case: str, waited_for: str, lanes: str) -> None:
+    ended = run_ranks([[RANK, case, lanes]] * 3, timeout_seconds=30)
+    for rank, survivor in enumerate(ended[:2]):
+        lost, closed = survivor.stdout.splitlines()
+        assert re.match(rf"PeerLost: \[rank {rank}\] at 1F0 \(instruction 7\), waiting for {waited_for}: ", lost)
+        assert closed.startswith(f"closed: [rank {rank}] this transport is closed: its first error was"), report(ended)
+        assert survivor.returncode == 0, report(ended)
+
+
+@pytest.mark.ring
+@pytest.mark.parametrize("lanes", ["directional", "single"])
+def test_large_messages_go_in_pieces(lanes: str) -> None:
+    ended = run_ranks([[RANK, "many_pieces", lanes, "4000"]] * 2, timeout_seconds=30)
+    assert [each.stdout for each in ended] == ["True\n"] * 2, report(ended)
+
+
+@pytest.mark.ring
+def test_a_task_that_fails_with_sends_under_way_ends_its_process() -> None:
+    ended = run_ranks([[RANK, "task_fails_with_sends_under_way"]] * 2, timeout_seconds=30)
+    assert [each.stdout for each in ended] == ["ended by a mistake\n", "ended by the other one\n"], report(ended)
+    assert [each.returncode for each in ended] == [0, 0], report(ended)
+
+
+@pytest.mark.ring
+@pytest.mark.parametrize("lanes", ["directional", "single"])
+def test_a_receive_that_was_never_waited_for_is_named(lanes: str) -> None:
+    ended = run_ranks([[RANK, "never_waits_for_its_receive", lanes]] * 2, timeout_seconds=30)
+    for rank, each in enumerate(ended):
+        assert f"UndeliveredMessage: [rank {rank}]" in each.stderr, report(ended)
+        assert f"never waited for 1B0 from rank {1 - rank}" in each.stderr, report(ended)
+
+
+@pytest.mark.ring
+def test_only_neighbours_are_linked() -> None:
+    ended = run_ranks([[RANK, "sends_across"]] * 4, timeout_seconds=60)
+    for rank, each in enumerate(ended):
+        neighbours = sorted([(rank - 1) % 4, (rank + 1) % 4])
+        expected = f"no link leads to rank {(rank + 2) % 4}. Links lead to {neighbours}."
+        assert expected in each.stdout, report(ended)
+
+
+@pytest.mark.ring
+def test_ranks_that_hang_are_killed_at_the_timeout() -> None:
+    ended = run_ranks([["-c", "import time; time.sleep(60)"], ["-c", "print('done')"]], timeout_seconds=1)
+    assert [each.returncode for each in ended] == [None, 0]
+    assert ended[1].stdout == "done\n"
+    assert 1 <= ended[0].seconds < 10
+
+
+# A set-up that cannot work is refused before MLX waits for anybody.
+
+
+def _hosts(tmp_path: Path, content: object) -> str:
+    path = tmp_path / "hosts.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+TWO = [["127.0.0.1:5001"], ["127.0.0.1:5002"]]
+
+
+@pytest.mark.parametrize(
+    ("content", "rank", "message"),
+    [
+        (TWO, "abc", "MLX_RANK is 'abc', but .*hosts.json .* has 2 entries: it must be from 0 to 1"),
+        (TWO, "2", "MLX_RANK is '2'"),
+        (TWO, "-1", "MLX_RANK is '-1'"),
+        (TWO, "", "MLX_RANK is ''"),
+        (TWO[:1], "0", "lists 1 of the ranks, but a group needs two ranks or more"),
+        ([], "0", "lists 0 of the ranks"),
+        ("", "0", "hosts.json .* is not JSON: .* empty one for a single host"),
+        ("{", "0", "is not JSON"),
+        ({"backend": "ring", "hosts": []}, "0", "holds a dict, .*`mlx.launch --backend ring --hostfile"),
+        ([{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "b", "ips": []}], "0", "entry 0 is {'ssh': 'a'"),
+        ([["127.0.0.1:5001"], []], "0", "entry 1 is \\[\\], but a list"),
+        ([["127.0.0.1:5001"], [5]], "0", "entry 1 has the address 5"),
+        ([["127.0.0.1:5001"], ["127.0.0.1"]], "0", "entry 1 has the address '127.0.0.1'"),
+        ([["127.0.0.1:5001"], ["127.0.0.1:70000"]], "0", "entry 1 has the address '127.0.0.1:70000'"),
+        ([["127.0.0.1:5001"], ["127.0.0.1:5001"]], "0", "entries 0 and 1 both have the address 127.0.0.1:5001"),
+        ([["127.0.0.1:5001"] * 2, ["127.0.0.1:5002"]], "0", "entry 0 has the address 127.0.0.1:5001 twice"),
+    ],
+)
+def test_a_wrong_host_file_or_rank_is_named(tmp_path: Path, content: object, rank: str, message: str) -> None:
+    with pytest.raises(TransportSetupError, match=message):
+        RingWorld(environ={"MLX_RANK": rank, "MLX_HOSTFILE": _hosts(tmp_path, content)})
+
+
+def test_a_ring_without_a_launcher_is_refused() -> None:
+    with pytest.raises(TransportSetupError, match=r"MLX_HOSTFILE is not set.*mlx\.launch --backend ring"):
+        RingWorld(environ={})
+    with pytest.raises(TransportSetupError, match="Cannot read /nowhere"):
+        RingWorld(environ={"MLX_RANK": "0", "MLX_HOSTFILE": "/nowhere"})
+
+
+@pytest.mark.ring
+def test_a_port_in_use_is_refused_within_seconds(tmp_path: Path) -> None:
+    program = f"""
+import json, os, socket, sys
+taken = socket.socket()
+taken.bind(("127.0.0.1", 0))
+taken.listen()
+port = taken.getsockname()[1]
+json.dump([[f"127.0.0.1:{{port}}"], ["127.0.0.1:1"]], open({str(tmp_path / "used.json")!r}, "w"))
+from transports import RingWorld
+RingWorld(environ=os.environ)
+"""
+    ended = run_ranks([["-c", program]], timeout_seconds=10, environment={"MLX_HOSTFILE": str(tmp_path / "used.json")})
+    assert "TransportSetupError: Cannot start ring: [ring] Couldn't bind socket" in ended[0].stderr, report(ended)
+
+
+DEVICES = [[None, "rdma_en2"], ["rdma_en2", None]]
+JACCL = {"MLX_RANK": "0", "MLX_JACCL_COORDINATOR": "10.0.0.1:5000"}
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "message"),
+    [
+        (DEVICES, {"MLX_RANK": "abc"}, "MLX_RANK is 'abc'"),
+        (DEVICES, {"MLX_JACCL_COORDINATOR": ""}, "MLX_JACCL_COORDINATOR is ''"),
+        (DEVICES, {"MLX_JACCL_COORDINATOR": "10.0.0.1"}, "MLX_JACCL_COORDINATOR is '10.0.0.1'"),
+        ([["rdma_en2"], [None]], {}, "entry 0 is .*, but a list of 2 devices was expected"),
+        ([[None, None], ["rdma_en2", None]], {}, "entry 0 is .*, which names no device to rank 1"),
+        ([[None, "a", None, "b"]] * 4, {}, "which names no device to rank 2"),
+        ([[None, "a", None, None]] * 4, {"MLX_JACCL_RING": "1"}, "which names no device to rank 3"),
+    ],
+)
+def test_a_wrong_set_up_of_jaccl_is_named(
+    tmp_path: Path, content: object, changes: dict[str, str], message: str
+) -> None:
+    with pytest.raises(TransportSetupError, match=message):
+        JacclWorld(environ={**JACCL, "MLX_IBV_DEVICES": _hosts(tmp_path, content), **changes})
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="MLX has JACCL on macOS")
+def test_a_machine_without_jaccl_says_so(tmp_path: Path) -> None:
+    with pytest.raises(TransportSetupError, match="no jaccl backend on this machine"):
+        JacclWorld(environ={**JACCL, "MLX_IBV_DEVICES": _hosts(tmp_path, DEVICES)})
+
+
+# What was started, and what is asked for.
+
+
+@pytest.mark.parametrize(
+    ("environ", "backend"),
+    [
+        ({}, None),
+        ({"MLX_RANK": "0"}, None),
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": "hosts.json"}, "ring"),
+        ({"MLX_RANK": "0", "MLX_IBV_DEVICES": "devices.json", "MLX_JACCL_COORDINATOR": "10.0.0.1:5000"}, "jaccl"),
+    ],
+)
+def test_detects_what_the_launcher_set_up(environ: dict[str, str], backend: str | None) -> None:
+    assert detect(environ) == backend
+
+
+def test_opens_a_loopback() -> None:
+    world = open_world("loopback", 3, lanes="single")
+    assert isinstance(world, LoopbackWorld)
+    assert world.world_size == 3
+    assert world.transport(2).lanes == "single"
+
+
+@pytest.mark.parametrize(
+    ("name", "lanes", "message"),
+    [
+        ("rings", None, "no transport 'rings'. There are: loopback, ring, jaccl"),
+        ("loopback", None, "say how many"),
+        ("jaccl", "directional", "JACCL has a single lane"),
+    ],
+)
+def test_refuses_what_cannot_be_opened(name: str, lanes: str | None, message: str) -> None:
+    with pytest.raises(TransportSetupError, match=message):
+        open_world(name, lanes=lanes)
