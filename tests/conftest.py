@@ -5,5 +5,18 @@ tests run without `mx.compile`, and the few that test it turn it on for themselv
 """
 
 import os
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
+
+
+@pytest.fixture(scope="session")
+def demo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model, tokenizer and data: a real model directory, made once."""
+    from pptrain.demo import write_demo
+
+    directory = tmp_path_factory.mktemp("demo")
+    write_demo(directory)
+    return directory
