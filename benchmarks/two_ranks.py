@@ -2,9 +2,9 @@
 
     python benchmarks/two_ranks.py
 
-Trains a llama of 8 layers, hidden 256, in full, with batches of 8 rows and 8 microbatches. Every way runs in turn, several
-rounds, in processes of its own; the first steps of each process are left out, and medians are compared. Prints a table and
-JSON. Leave the machine alone meanwhile: two ranks need both cores.
+Trains a llama of 8 layers, hidden 256, in full, with batches of 8 rows and 8 microbatches. Every way runs in turn,
+several rounds, in processes of its own; the first steps of each process are left out, and medians are compared. Prints
+a table and JSON. Leave the machine alone meanwhile: two ranks need both cores.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import json
 import os
 import platform
 import random
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
@@ -88,22 +90,20 @@ def options(work: Path, out: Path, iters: int, *more: str) -> list[str]:
 
 def measure(work: Path, rounds: int, iters: int) -> dict[str, list[float]]:
     """Seconds of each steady step, by the way that it was made."""
-    binary = Path(sys.executable).parent
-    pptrain = [str(binary / "pptrain"), "train"]
-    launch = [str(binary / "mlx.launch"), "-n", "2", "--backend", "ring", "--", *pptrain]
+    pptrain = [str(Path(sys.executable).parent / "pptrain"), "train"]
 
-    def train(command: list[str], *more: str) -> Callable[[Path], list[float]]:
-        return lambda out: steps_of(command + options(work, out, iters, *more), out)
+    def train(ranks: int, *more: str) -> Callable[[Path], list[float]]:
+        return lambda out: steps_of(pptrain + options(work, out, iters, *more), out, ranks)
 
     m = str(MICROBATCHES)
     ways = {
         "mlx_lm.lora": lambda out: steps_of(
             [sys.executable, __file__, "--mlx-lm", str(out), "--iters", str(iters)], out
         ),
-        "one process, --microbatches 1": train(pptrain, "--microbatches", "1"),
-        "one process": train(pptrain, "--microbatches", m),
+        "one process, --microbatches 1": train(1, "--microbatches", "1"),
+        "one process": train(1, "--microbatches", m),
         **{
-            f"two ranks, {name}": train(launch, "--microbatches", m, "--schedule", name)
+            f"two ranks, {name}": train(2, "--microbatches", m, "--schedule", name)
             for name in ("sequential", "gpipe", "1f1b")
         },
     }
@@ -118,14 +118,32 @@ def measure(work: Path, rounds: int, iters: int) -> dict[str, list[float]]:
     return seen
 
 
-def steps_of(command: list[str], out: Path) -> list[float]:
-    """Seconds of each step of a run, from the metrics that it wrote."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
-    metrics = out / "metrics.jsonl"
-    if not metrics.exists():
-        raise SystemExit(f"{' '.join(command)} left no metrics:\n{done.stdout}{done.stderr}")
-    reports = [json.loads(line) for line in metrics.read_text().splitlines()]
+def steps_of(command: list[str], out: Path, ranks: int = 1) -> list[float]:
+    """Seconds of each step of a run, from the metrics that it wrote.
+
+    Ranks are started with the environment that `mlx.launch` sets, but not by it: its threads spin (they select on a
+    pipe that is always writable), and here that takes a core from the two that the ranks compute on.
+    """
+    hosts, processes = out / "hosts.json", list[subprocess.Popen]()
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(ranks)]))
+    with (out / "output").open("w") as output:
+        for rank in range(ranks):
+            ring = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)} if ranks > 1 else {}
+            processes.append(subprocess.Popen(command, env={**os.environ, **ring}, stdout=output, stderr=output))
+        codes = [process.wait(timeout=1800) for process in processes]
+    if any(codes):
+        raise SystemExit(f"{' '.join(command)} ended with {codes}:\n{(out / 'output').read_text()}")
+    reports = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [1 / report["iterations_per_second"] for report in reports if "train_loss" in report]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listened on a moment ago."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 def run_mlx_lm(out: Path, iters: int) -> None:

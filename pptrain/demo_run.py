@@ -84,7 +84,7 @@ def _compare(
         return 1
     print(f"Compared {tensors} tensors and {len(losses)} losses with one device: all bit-equal.")
     model, adapters = config.model, config.adapter_path
-    prompt = "--prompt 'count from 3 to 8' --max-tokens 24"
+    prompt = "--prompt 'letters from C to H' --max-tokens 24"
     print(f"\nTry next:\n  mlx_lm.generate --model {model} --adapter-path {adapters} {prompt}")
     return 0
 
