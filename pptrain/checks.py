@@ -3,7 +3,6 @@
 `check` is for any key, by its type and bounds; the others are for keys of mlx_lm.lora that are mappings, whose mistakes
 would otherwise be silent (a LoRA key that matches nothing) or a traceback from the depths of MLX.
 """
-# ruff: noqa: ANN401  # a value that is checked may be anything
 
 import inspect
 import math

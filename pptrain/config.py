@@ -3,7 +3,7 @@
 Every key of `mlx_lm.lora` is here under its name; its default, choices and help are read from mlx-lm, so that they
 stand once. Flags win over the file, and the file over the defaults.
 """
-# ruff: noqa: ANN401, RUF009  # a value may be anything before it is checked; keys are built by functions, afresh each
+# ruff: noqa: RUF009  # `_key` makes a field, whose default is made afresh for each configuration
 
 import copy
 import dataclasses
