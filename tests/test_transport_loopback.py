@@ -279,6 +279,25 @@ def _greatest(dtype: mx.Dtype) -> np.float32:
     return np.float32(1 if dtype == mx.bool_ else mx.iinfo(dtype).max)
 
 
+def test_memory_that_the_sender_writes_to_afterwards_is_its_own() -> None:
+    def sends(transport: Transport) -> Task[None]:
+        array = mx.zeros((4,))
+        mx.eval(array)
+        sent, summed = transport.send(array, 1), transport.all_sum(array)
+        np.asarray(array, copy=False)[:] = 7
+        yield sent
+        yield summed
+
+    def receives(transport: Transport) -> Task[list[list[float]]]:
+        receive = transport.receive((4,), mx.float32, 0)
+        yield transport.arrive(receive)
+        total = transport.all_sum(mx.ones((4,)))
+        yield total
+        return [receive.array.tolist(), total.array.tolist()]
+
+    assert run(LoopbackWorld(2), sends, receives)[1] == [[0, 0, 0, 0], [1, 1, 1, 1]]
+
+
 # A run is replayed from its seed.
 
 
@@ -424,3 +443,22 @@ def test_a_sender_waits_for_room_on_the_clock_too(seed: int, capacity: int | Non
 
     world = LoopbackWorld(2, lanes="single", capacity=capacity, seed=seed, timer=timer)
     assert run(world, sends, receives_late) == [ended_at, 6]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_single_lane_takes_its_time_over_what_was_not_waited_for(seed: int) -> None:
+    """Rank 0 cannot hand a message to rank 2 before it is rid of the one for rank 1, which comes late."""
+    timer = Timer()
+
+    def sends(transport: Transport) -> Task[float]:
+        transport.send(mx.zeros((1,)), 1)
+        yield transport.send(mx.zeros((1,)), 2)
+        return transport.clock()
+
+    def receives(transport: Transport) -> Task[float]:
+        timer.works(3 if transport.rank == 1 else 0)
+        yield transport.arrive(transport.receive((1,), mx.float32, 0))
+        return transport.clock()
+
+    world = LoopbackWorld(3, lanes="single", capacity=0, seed=seed, timer=timer)
+    assert run(world, sends, receives, receives) == [3, 3, 3]
