@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pptrain.schedule import Action, Kind, spans
+from pptrain.schedule import Action, Kind, Span, spans
 from transports import Lanes
 
 Placement = Sequence[int]
@@ -88,8 +88,9 @@ def lower(
         ScheduleError: If the actions cannot be run in their order.
     """
     lists = [actions.get(rank, ()) for rank in range(max(placement) + 1)]
+    ran = spans(lists, len(placement))  # Whatever the lanes, this is where a schedule that cannot run is found.
     if lanes == "single":
-        return _single_lane(lists, placement, cotangents)
+        return _single_lane(ran, len(lists), placement, cotangents)
     return _directional(lists, placement, cotangents)
 
 
@@ -105,12 +106,12 @@ def produced(action: Action, placement: Placement, cotangents: Collection[int]) 
 
 
 def _single_lane(
-    lists: Sequence[Sequence[Action]], placement: Placement, cotangents: Collection[int]
+    ran: Sequence[Span], num_ranks: int, placement: Placement, cotangents: Collection[int]
 ) -> tuple[Program, ...]:
-    programs: tuple[Program, ...] = tuple([] for _ in lists)
+    programs: tuple[Program, ...] = tuple([] for _ in range(num_ranks))
     # A message ready at time t stands before an action that starts at t, which may need it.
     events: list[tuple[float, int, Action | Message]] = []
-    for span in spans(lists, len(placement)):
+    for span in ran:
         events.append((span.start, 1, span.action))
         if message := produced(span.action, placement, cotangents):
             events.append((span.end, 0, message))
