@@ -1,7 +1,8 @@
 """Pipeline-parallel training of language models on MLX, bit-equal to one device.
 
-The data's way is the order of the modules: errors, model, partition, stage, microbatch, schedule, program, executor,
-optimizer, checkpoint, pipeline, train, timeline, cli.
+A module knows only what is to its left, and the data go the same way. The order of the modules: errors, model,
+partition, microbatch, stage, schedule, program, executor, optimizer, checkpoint, reference, pipeline, checks, config,
+agreement, data, recipe, train, report, timeline, job, demo, demo_run, cli.
 """
 
 from pptrain import reference
