@@ -48,7 +48,7 @@ def _show_timeline(config: TrainConfig, done: Done) -> None:
     ideal = (p - 1) / (m + p - 1)
     print(f"\nThe last step as it ran ({config.schedule}, {p} stages, {m} microbatches; a dot is a bubble):\n")
     print(draw(lists, p))
-    print(f"\nBubble share {bubble_share(spans):.0%} by the ranks' clocks; {ideal:.0%} if all stages took equally long.")
+    print(f"\nBubble share {bubble_share(spans):.0%} by the ranks' clocks; {ideal:.0%} with equal stages.")
 
 
 def _on_one_device(config: TrainConfig) -> tuple[OneDevice, optim.Optimizer, list[float]]:

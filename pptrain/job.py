@@ -145,8 +145,9 @@ def reporting(
     if not is_first:
         yield [], None
         return
+    settings: Any = vars(config.namespace())  # mlx-lm's annotation says a string, its call-backs take a dict
     services = get_reporting_callbacks(
-        config.report_to, project_name=config.project_name, log_dir=config.adapter_path, config=vars(config.namespace())
+        config.report_to, project_name=config.project_name, log_dir=config.adapter_path, config=settings
     )
     with Console(config.iters) as console:
         yield [console, Metrics(directory / "metrics.jsonl"), *([services] if services else [])], console
