@@ -116,6 +116,13 @@ def count_layer_forwards(*arrays: mx.array) -> int:
     return picture.getvalue().count('label ="AddMM"')
 
 
+def is_lazy(array: mx.array) -> bool:
+    """Whether an array is yet to be computed or read: an evaluated one has let go of what it comes from."""
+    picture = io.StringIO()
+    mx.export_to_dot(picture, array)
+    return "shape=rectangle" in picture.getvalue()
+
+
 def same_bits(a: mx.array, b: mx.array) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bytes(memoryview(a)) == bytes(memoryview(b))
 
