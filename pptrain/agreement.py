@@ -84,13 +84,15 @@ def differences(everybody: Sequence[Mapping[str, str]]) -> list[str]:
     lines = list[str]()
     for name in names:
         values = [settings.get(name, "none") for settings in everybody]
-        if len(set(values)) > 1:
+        if len({_short(value) for value in values}) > 1:
             lines.append(f"{name}: " + ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values)))
     return lines
 
 
 def _shortened(settings: Mapping[str, str]) -> Settings:
-    return {
-        name: value if len(value) < 80 else hashlib.sha256(value.encode()).hexdigest()
-        for name, value in settings.items()
-    }
+    return {name: _short(value) for name, value in settings.items()}
+
+
+def _short(value: str) -> str:
+    """A value, or the digest of a long one, which is its own digest: a rank may have shortened its values already."""
+    return value if len(value) < 80 else hashlib.sha256(value.encode()).hexdigest()
