@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import save, save_config
 
+from pptrain.errors import ConfigError
 from pptrain.model import Slot
 from transports import Task, Transport
 
@@ -56,9 +57,19 @@ def save_adapters(directory: Path, arrays: Mapping[str, mx.array], iteration: in
 
 
 def save_adapter_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Write `adapter_config.json`, which tells `mlx_lm.load` how the adapters were put on."""
-    directory.mkdir(parents=True, exist_ok=True)
-    save_config(dict(config), directory / "adapter_config.json")
+    """Write `adapter_config.json`, which tells `mlx_lm.load` how the adapters were put on.
+
+    Raises:
+        ConfigError: If nothing can be written there; this is the first thing that a run writes.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_config(dict(config), directory / "adapter_config.json")
+    except OSError as error:
+        raise ConfigError(
+            f"[adapter-path] Cannot write to {directory}: {error.strerror}. Expected a directory, or a path where one "
+            "can be made. Change --adapter-path."
+        ) from error
 
 
 def save_whole_model(
