@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -60,7 +60,8 @@ class Pipeline:
 
     Raises:
         PartitionError: If the layers cannot be divided so.
-        ConfigError: If the schedule or transport is unknown, or has another number of ranks.
+        ConfigError: If the schedule or recompute mode is unknown, or the transport has another number of ranks.
+        TransportSetupError: If there is no such transport here.
         ModelError: If the model has no layers.
     """
 
@@ -88,6 +89,11 @@ class Pipeline:
             else partition.explicit(num_layers, layers, num_stages)
         )
         self._schedule = find_schedule(schedule) if isinstance(schedule, str) else schedule
+        if recompute not in get_args(Recompute):
+            expected = ", ".join(get_args(Recompute))
+            raise ConfigError(
+                f"[recompute] Unknown {recompute!r}. Expected one of {expected}. Leave it out to keep all."
+            )
         self._recompute: Recompute = recompute
         self._loss, self._seed, self._compile = loss, seed, compile
         self.world = world or _open(transport, self.num_stages)
@@ -278,11 +284,12 @@ class Pipeline:
         return self._cut
 
     def _prepare(self) -> None:
-        """Look at the model, and make its stages anew if what trains, or where it lives, has changed."""
+        """Look at the model, and make its stages anew if what trains, where it lives, or a dtype has changed."""
         compile = self._compile if self._compile is not None else mx.default_device() == mx.gpu
         # Masks are drawn from seeds that a compiled function would freeze.
         compile = compile and not has_dropout(self.model)
-        places = tuple((name, id(slot.container)) for name, slot in find_slots(self.model).items())
+        slots = find_slots(self.model).items()
+        places = tuple((name, id(slot.container), slot.array.dtype) for name, slot in slots)
         key = (trainable_names(self.model), places, compile)
         if self._cut is None or self._cut_key != key:
             with kept_random_state():  # A forward with dropout draws, even one that is never evaluated.
