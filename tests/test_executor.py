@@ -4,6 +4,7 @@ import itertools
 
 import mlx.core as mx
 import pytest
+from listening import Listening
 from pictures import read
 from tiny import batch, count_layer_forwards, is_lazy, leaves, same_bits, tiny
 
@@ -122,12 +123,15 @@ def test_an_input_part_hands_its_cotangent_down_before_the_weight_part():
     assert [name for name in found if not same_bits(found[name], expected[name])] == []
 
 
-def test_an_evaluation_keeps_no_residuals_and_expects_no_cotangent():
-    model, works = tiny(2), works_of(m=2)
-    stages = stages_of(model, (1, 1))
-    executors = run(stages, lowered(forward_only, 2, 2), works, keep=False)
-    assert [(stage.num_live_residuals, stage.max_live_residuals) for stage in stages] == [(0, 0), (0, 0)]
-    assert [str(span.action) for executor in executors for span in executor.spans] == ["0F0", "0F1", "1F0", "1F1"]
+@pytest.mark.parametrize(("schedule", "expected"), [(forward_only, []), (one_f_one_b, ["1B0", "1B1"])])
+def test_an_evaluation_keeps_no_residuals_and_expects_no_cotangent(schedule, expected):
+    model, works, is_training = tiny(2), works_of(m=2), schedule is not forward_only
+    stages, world = stages_of(model, (1, 1)), Listening(2)
+    executors = run(stages, lowered(schedule, 2, 2), works, world, keep=is_training)
+    assert world.expected == [expected, ["0F0", "0F1"]]
+    assert [stage.max_live_residuals for stage in stages] == ([2, 1] if is_training else [0, 0])
+    forwards = [str(span.action) for executor in executors for span in executor.spans if span.action.kind == "F"]
+    assert forwards == ["0F0", "0F1", "1F0", "1F1"]
     one = reference.value_and_grad(model, *batch(), 2).losses
     assert [stages[1].losses[j].item() for j in range(2)] == [loss.item() for loss in one]
 

@@ -18,10 +18,12 @@ SEEDS = range(5)
 
 
 def random_tree(seed):
-    """Gradients of a tiny model's names, of magnitudes that differ, so that the order of the sum matters."""
+    """Gradients of a tiny model's names; magnitudes differ within a tree, where the order of the sum matters, and
+    between trees, where what is added to a small norm does.
+    """
     draw = np.random.default_rng(seed)
     shapes = {name: array.shape for name, array in leaves(tiny(3).parameters()).items()}
-    drawn = {name: draw.normal(0, 10.0 ** draw.integers(-3, 3), shape) for name, shape in shapes.items()}
+    drawn = {name: draw.normal(0, 10.0 ** (draw.integers(-3, 3) - seed), shape) for name, shape in shapes.items()}
     return to_tree({name: mx.array(values.astype(np.float32)) for name, values in drawn.items()})
 
 

@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from time import perf_counter
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
+from listening import Listening
 from mlx_lm import load
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from tiny import Tiny, assert_bit_equal, batch, copied, is_lazy, leaves, put_lora_on, same_bits, tiny
@@ -21,7 +21,6 @@ from pptrain.microbatch import cross_entropy, cut
 from pptrain.optimizer import to_tree
 from pptrain.schedule import gpipe
 from transports import LoopbackWorld, TransportClosed, TransportSetupError
-from transports.loopback import LoopbackTransport
 
 M = 2
 
@@ -146,30 +145,14 @@ def test_frozen_stages_at_any_place_leave_the_gradients_of_the_others(frozen):
     assert not [name for name in grads if name.startswith(tuple(f"layers.{part}." for part in frozen))]
 
 
-class Listener(LoopbackTransport):
-    """Notes what is sent."""
-
-    def __init__(self, sent, *args):
-        super().__init__(*args)
-        self._sent = sent
-
-    def send(self, array, to, label=""):
-        self._sent.append(label)
-        return super().send(array, to, label)
-
-
-class Listening(LoopbackWorld):
-    """A world whose messages are listed, in the order in which they were sent."""
-
-    def __init__(self, world_size):
-        super().__init__(world_size)
-        self.sent = []
-        self._transports = [Listener(self.sent, rank, world_size, "directional", perf_counter) for rank in range(3)]
-
-
 @pytest.mark.parametrize(
     ("trained", "down"),
-    [((0, 1, 2), ["1B0", "2B0"]), ((1, 2), ["2B0"]), ((1,), ["2B0"]), ((2,), [])],
+    [
+        ((0, 1, 2), [["1B0"], ["2B0"]]),
+        ((1, 2), [[], ["2B0"]]),
+        ((1,), [[], ["2B0"]]),
+        ((2,), [[], []]),
+    ],
 )
 def test_nothing_is_sent_down_that_nobody_needs(trained, down):
     model = tiny(3)
@@ -178,13 +161,16 @@ def test_nothing_is_sent_down_that_nobody_needs(trained, down):
         model.layers[layer].unfreeze()
     world = Listening(3)
     Pipeline(model, transport=world).value_and_grad(*batch(), 1)
-    assert sorted(world.sent) == sorted(["0F0", "1F0", *down])
+    assert world.sent == [["0F0"], ["1F0", *down[0]], down[1]]
+    # Nor does anybody keep room for it.
+    assert world.expected == [down[0], ["0F0", *down[1]], ["1F0"]]
 
 
 def test_evaluation_sends_nothing_down():
     world = Listening(3)
     Pipeline(tiny(3), transport=world).loss_sum(cut(*batch(), 1))
-    assert world.sent == ["0F0", "1F0"]
+    assert world.sent == [["0F0"], ["1F0"], []]
+    assert world.expected == [[], ["0F0"], ["1F0"]]
 
 
 # -- models on disk ----------------------------------------------------------------------------------------------------
