@@ -12,23 +12,13 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from pptrain.errors import PptrainError, RanksDisagree, UserError
-from transports import PeerLost, TransportError, TransportSetupError, TransportTimeout
+from pptrain.errors import PptrainError
+from transports import TransportError
 
 _USAGE = """usage: pptrain train [options]     fine-tune a model that is cut into pipeline stages
        pptrain train --demo        the same on a small model made on the spot; needs no network and no files
        pptrain train --help        every option
        pptrain --version"""
-
-_EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
-    (UserError, 2),
-    (TransportSetupError, 2),
-    (PeerLost, 3),
-    (TransportTimeout, 4),
-    (RanksDisagree, 5),
-    (PptrainError, 1),
-    (TransportError, 1),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except (PptrainError, TransportError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
+        return error.exit_code
 
 
 def _dispatch(argv: Sequence[str]) -> int:

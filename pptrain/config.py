@@ -21,6 +21,7 @@ from mlx_lm.utils import _parse_size  # pyright: ignore[reportPrivateUsage]  # h
 from pptrain import checks
 from pptrain.errors import ConfigError
 from pptrain.schedule import SCHEDULES
+from transports.distributed import TIMEOUT_SECONDS
 
 _MLX_LM_FLAGS = {action.dest: action for action in build_parser()._actions}
 _YAML_ONLY = "only in a YAML file"
@@ -133,6 +134,12 @@ class TrainConfig:
         "none", "What a backward runs again instead of keeping it: nothing, each layer, or the whole stage."
     )
     max_grad_norm: float | None = _key(None, "Clip gradients to this global norm; by default never.", above=0)
+    timeout: float = _key(
+        TIMEOUT_SECONDS, "Seconds that another rank may be silent, or one wait for it may last.", above=0
+    )
+    check_messages: bool = _key(
+        False, "Send a header before each message, and compare it and the message's checksum on arrival."
+    )
     demo: bool = _key(False, "Train a small model on a small data set, both made on the spot.")
 
     def __post_init__(self) -> None:

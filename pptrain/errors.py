@@ -8,9 +8,14 @@ pptrain promises did not hold.
 class PptrainError(Exception):
     """Any error that pptrain raises on purpose."""
 
+    exit_code = 1
+    """What the command line exits with."""
+
 
 class UserError(PptrainError):
     """A mistake in what was asked for."""
+
+    exit_code = 2
 
 
 class ConfigError(UserError):
@@ -39,6 +44,8 @@ class ScheduleError(PptrainError):
 
 class RanksDisagree(PptrainError):
     """Ranks that were started with different settings."""
+
+    exit_code = 5
 
 
 class NonFiniteError(PptrainError):

@@ -157,8 +157,11 @@ def reporting(
 def opened(config: TrainConfig) -> Generator[World]:
     """The world that a config asks for, closed at the end."""
     world = _open(config)
-    yield world
-    # Not where an error ended the run: after its first error a transport touches the wire no more.
+    try:
+        yield world
+    except BaseException as error:
+        world.fail(error)  # The other ranks would wait for this one.
+        raise
     world.close()
 
 
@@ -172,7 +175,7 @@ def _open(config: TrainConfig) -> World:
                 f"{launched}. Leave out --transport, or start one process without mlx.launch."
             )
         return LoopbackWorld(len(config.layers) if config.layers else config.stages or 1)
-    return open_world(name)
+    return open_world(name, check_messages=config.check_messages, timeout_seconds=config.timeout)
 
 
 def _adapter_config(config: TrainConfig) -> dict[str, Any]:

@@ -79,11 +79,11 @@ def _outlive_the_last(world: RingWorld, task: Callable[[Transport], Task[None]])
     try:
         world.run({rank: task(transport)})
     except TransportError as error:
-        print(f"{type(error).__name__}: {error}")
+        print(" | ".join(f"{type(error).__name__}: {error}".splitlines()))
     try:
         transport.send(mx.zeros((1,)), last)
     except TransportClosed as error:
-        return f"closed: {error}"
+        return f"closed: {error}".splitlines()[0]
     return "not closed"
 
 

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Literal, get_args
 
 from transports.base import Lanes, Receive, Sum, Task, Transport, Wait, World
+from transports.distributed import TIMEOUT_SECONDS
 from transports.errors import (
     BoundaryMismatch,
     DeadlockError,
+    Interrupted,
     PeerLost,
     TransportClosed,
     TransportError,
@@ -27,6 +29,7 @@ TransportName = Literal["loopback", "ring", "jaccl"]
 __all__ = [
     "BoundaryMismatch",
     "DeadlockError",
+    "Interrupted",
     "JacclWorld",
     "Lanes",
     "LoopbackWorld",
@@ -56,7 +59,15 @@ def detect(environ: Mapping[str, str] = os.environ) -> Literal["ring", "jaccl"] 
     return "ring" if environ.get("MLX_HOSTFILE") else None
 
 
-def open_world(name: str, world_size: int | None = None, *, lanes: Lanes | None = None, seed: int = 0) -> World:
+def open_world(
+    name: str,
+    world_size: int | None = None,
+    *,
+    lanes: Lanes | None = None,
+    seed: int = 0,
+    check_messages: bool = False,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> World:
     """Open the world that this name stands for.
 
     Args:
@@ -64,26 +75,32 @@ def open_world(name: str, world_size: int | None = None, *, lanes: Lanes | None 
         world_size: How many ranks; a loopback needs it, a ring or JACCL must have come to the same.
         lanes: None for what the transport does by itself; JACCL has a single lane always.
         seed: Decides who goes on in a loopback.
+        check_messages: Whether each message is compared with what its receiver expects; the same on every rank.
+        timeout_seconds: How long a rank of a ring or of JACCL may be silent, or wait for one communication.
 
     Raises:
         TransportSetupError: If there is no such transport here, or not of that size.
     """
-    world = _open(name, world_size, lanes, seed)
+    world = _open(name, world_size, lanes, seed, check_messages, timeout_seconds)
     if world_size not in (None, world.world_size):
         raise TransportSetupError(f"{name} was started with {world.world_size} ranks, but {world_size} were asked for.")
     return world
 
 
-def _open(name: str, world_size: int | None, lanes: Lanes | None, seed: int) -> World:
+def _open(
+    name: str, world_size: int | None, lanes: Lanes | None, seed: int, check_messages: bool, timeout_seconds: float
+) -> World:
     match name:
         case "loopback" if world_size is not None:
             return LoopbackWorld(world_size, lanes=lanes or "directional", seed=seed)
         case "loopback":
             raise TransportSetupError("A loopback runs all ranks in this process: say how many.")
         case "ring":
-            return RingWorld(lanes=lanes or "directional")
+            return RingWorld(
+                lanes=lanes or "directional", check_messages=check_messages, timeout_seconds=timeout_seconds
+            )
         case "jaccl" if lanes != "directional":
-            return JacclWorld()
+            return JacclWorld(check_messages=check_messages, timeout_seconds=timeout_seconds)
         case "jaccl":
             raise TransportSetupError("JACCL has a single lane: its operations share queues and buffers.")
         case _:

@@ -69,6 +69,8 @@ class Transport(ABC):
     rank: int
     world_size: int
     lanes: Lanes
+    checks_messages: bool = False
+    """Whether a message is compared with what its receiver expects, beyond what the link itself can know."""
 
     @abstractmethod
     def send(self, array: mx.array, to: int, label: str = "") -> Wait:
@@ -138,6 +140,10 @@ class World(ABC):
             TransportError: What went wrong on the wire.
             Exception: Whatever a task raised.
         """
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Close every local transport because of an error outside a run, and let the other ranks know of it."""
 
     @abstractmethod
     def close(self) -> None:

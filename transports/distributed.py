@@ -6,11 +6,15 @@ Communication happens when a node is evaluated, so each one is evaluated by itse
     directional    that for receives and collectives, and for each peer a thread with a stream of its own for sends
 
 A collective begins when everything sent before it has left, since beside a send on another stream it corrupts data.
+
+In checked mode a header goes before each message. A `Watch` ends waits on peers that have ended or are silent.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -19,11 +23,24 @@ from typing import NoReturn, TypeVar
 import mlx.core as mx
 
 from transports.base import Lanes, Receive, Sum, Task, Transport, Wait, World
-from transports.errors import PeerLost, TransportClosed, TransportError, UndeliveredMessage
+from transports.buffers import bytes_of
+from transports.errors import BoundaryMismatch, PeerLost, TransportClosed, TransportError, UndeliveredMessage
+from transports.header import HEADER_BYTES, Header, damage, mismatch
 from transports.lines import COLLECTIVE, Lane, needed
+from transports.meeting import Connections
+from transports.watch import Cause, Watch
 from transports.wire import MAX_PIECE_BYTES, Sender, Wire, evaluate, joined
 
 T = TypeVar("T")
+
+_REMEMBERED = 20
+"""How many of the last instructions a report names."""
+
+TIMEOUT_SECONDS = 600.0
+"""Waits last as long as the peer computes, and a first step compiles and reads weights."""
+
+_PATIENCE_SECONDS = 3.0
+"""How long the first cause of a broken link may take to come round."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +66,8 @@ class GroupReceive(Receive):
 
     array: mx.array
     nodes: list[mx.array]
+    header: list[mx.array]
+    """Nodes of the header, in checked mode."""
     source: int
     label: str
     is_asked_for: bool = field(default=False)
@@ -62,6 +81,7 @@ class GroupTransport(Transport):
         lanes: Whether sends go through the one stream of everything, or leave in threads of their own.
         peers: The ranks that links lead to.
         max_piece_bytes: Larger messages go in several pieces; the same on every rank.
+        check_messages: Whether a header goes before each message; the same on every rank.
     """
 
     def __init__(
@@ -70,6 +90,7 @@ class GroupTransport(Transport):
         lanes: Lanes,
         peers: Collection[int],
         max_piece_bytes: int = MAX_PIECE_BYTES,
+        check_messages: bool = False,
     ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
@@ -79,28 +100,34 @@ class GroupTransport(Transport):
         senders = self._peers if lanes == "directional" else []
         self._senders = {peer: Sender(group, peer, max_piece_bytes) for peer in senders}
         self._pending: list[GroupOperation] = []
-        self._position = "its beginning"
+        self._positions = deque(["its beginning"], maxlen=_REMEMBERED)
         self._closed_because: str | None = None
+        self.checks_messages = check_messages
+        self._sent, self._taken = Counter[int](), Counter[int]()
+        self.watch: Watch | None = None
 
     def send(self, array: mx.array, to: int, label: str = "") -> Wait:
         """Evaluate the array and hand it to the peer's sender, or to the single lane; see `Transport.send`."""
         self._check_usable(to)
         value = mx.contiguous(array)
         mx.eval(value)  # Outside the wire's errors: what fails here is the caller's own computation.
+        parts = [*self._header(value, to, label), value]
         what = f"{label or 'a message'} to leave for rank {to}"
-        operation = GroupOperation(("to", to), what, lambda: evaluate(self._wire.send(value, to)))
+        operation = GroupOperation(("to", to), what, partial(self._put, parts, to))
         if self.lanes == "single":
             self._pending.append(operation)
             return operation
         self._complete([earlier for earlier in self._pending if earlier.lane == COLLECTIVE])
-        self._senders[to].post(value)
+        for part in parts:
+            self._senders[to].post(part)
         return operation
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, source: int, label: str = "") -> Receive:
         """Make lazy nodes, which `arrive` evaluates; see `Transport.receive`."""
         self._check_usable(source)
         nodes = self._wire.receive(shape, dtype, source)
-        return GroupReceive(joined(nodes, shape, dtype), nodes, source, label)
+        header = self._wire.receive((HEADER_BYTES,), mx.uint8, source) if self.checks_messages else []
+        return GroupReceive(joined(nodes, shape, dtype), nodes, header, source, label)
 
     def arrive(self, receive: Receive) -> Wait:
         """Queue up for the next message of the link; see `Transport.arrive`."""
@@ -111,7 +138,7 @@ class GroupTransport(Transport):
             raise TransportError(f"[rank {self.rank}] arrive was called twice for {receive.label or 'a receive'}.")
         receive.is_asked_for = True
         what = f"{receive.label or 'a message'} from rank {receive.source}"
-        self._pending.append(GroupOperation(("from", receive.source), what, partial(_take, receive)))
+        self._pending.append(GroupOperation(("from", receive.source), what, partial(self._take, receive)))
         return self._pending[-1]
 
     def all_sum(self, array: mx.array, label: str = "") -> Sum:
@@ -137,13 +164,15 @@ class GroupTransport(Transport):
 
     def stand_at(self, position: str) -> None:
         """Remember the position for reports; see `Transport.stand_at`."""
-        self._position = position
+        self._positions.append(position)
 
     def close(self) -> None:
         """Return when everything that was sent has left; see `Transport.close`."""
         if self._closed_because is None:
             self._flush()
             self._end("it was closed")
+            if self.watch:
+                self.watch.close()
 
     def wait(self, wait: Wait) -> None:
         """Block until a wait is over.
@@ -189,18 +218,80 @@ class GroupTransport(Transport):
             self._guarded(f"everything sent to leave for rank {peer}", sender.flush)
 
     def _guarded(self, what: str, act: Callable[[], None]) -> None:
+        self._raise_known_failure(what)
         try:
-            act()
+            with self.watch.waiting(what) if self.watch else nullcontext():
+                act()
+        except TransportError as error:
+            self.fail(error)
+            raise
         except RuntimeError as error:
             self._lose(what, error)
 
+    def _raise_known_failure(self, what: str) -> None:
+        if self.watch and (cause := self.watch.cause(0)):
+            self._end_by(cause, what)
+
     def _lose(self, what: str, error: RuntimeError) -> NoReturn:
-        lost = PeerLost(
-            f"[rank {self.rank}] at {self._position}, waiting for {what}: {error}. "
-            f"The process at the other end has ended: see what it said last."
-        )
+        """MLX's own error names the neighbour whose connection broke; the watch knows who failed first."""
+        if self.watch and (cause := self.watch.cause(_PATIENCE_SECONDS)):
+            self._end_by(cause, what)
+        lost = PeerLost(self.report(f"{error}. The process at the other end has ended", what))
         self.abandon(f"its first error was {lost}")
         raise lost from error
+
+    def _end_by(self, cause: Cause, what: str) -> NoReturn:
+        error = cause.error(self.report(str(cause), what))
+        self.abandon(f"its first error was {error}")
+        raise error
+
+    def report(self, happened: str, waited_for: str = "") -> str:
+        """Everything that helps to find out what happened, and when."""
+        *before, here = self._positions
+        waits = f", waiting for {waited_for}" if waited_for else ""
+        if self.watch and not waited_for and self.watch.waits_for:
+            waits = f", waiting {self.watch.seconds_waited():.1f} s for {self.watch.waits_for}"
+        lines = [f"[rank {self.rank}] {happened}.", f"  This rank stood at {here}{waits}."]
+        lines += [f"  Before that: {', '.join(before)}."] if before else []
+        return "\n".join([*lines, "  See what that rank said last, and start all ranks again."])
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one ends, and touch the wire no more."""
+        if self.watch and self._closed_because is None:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            self.watch.tell("interrupted" if interrupted else "failed", f"{type(error).__name__}: {error}")
+        self.abandon(f"the run ended with {type(error).__name__}: {error}")
+
+    def _header(self, value: mx.array, to: int, label: str) -> list[mx.array]:
+        if not self.checks_messages:
+            return []
+        header = Header.of(self._sent[to], label, value.shape, value.dtype, bytes_of(value))
+        self._sent[to] += 1
+        return [header.encode()]
+
+    def _put(self, parts: Sequence[mx.array], to: int) -> None:
+        for part in parts:
+            evaluate(self._wire.send(part, to))
+
+    def _take(self, receive: GroupReceive) -> None:
+        evaluate(receive.header)
+        header = self._checked_header(receive) if receive.header else None
+        evaluate([*receive.nodes, receive.array])
+        receive.nodes.clear()
+        if header and (problem := damage(header, bytes_of(receive.array))):
+            raise BoundaryMismatch(f"[rank {self.rank}] from rank {receive.source}: {problem}. Check the link.")
+
+    def _checked_header(self, receive: GroupReceive) -> Header | None:
+        """The header that came, if it is that of the message which is waited for."""
+        found = Header.decode(bytes_of(receive.header[0]))
+        place, array = self._taken[receive.source], receive.array
+        self._taken[receive.source] += 1
+        if problem := mismatch(found, place, receive.label, array.shape, array.dtype):
+            raise BoundaryMismatch(
+                f"[rank {self.rank}] from rank {receive.source}: {problem}. Do both ranks use the same microbatch "
+                "size, schedule and dtype?"
+            )
+        return found
 
     def _end(self, because: str) -> None:
         self._closed_because = self._closed_because or because
@@ -210,6 +301,7 @@ class GroupTransport(Transport):
     def _check_usable(self, *peers: int) -> None:
         if self._closed_because is not None:
             raise TransportClosed(f"[rank {self.rank}] this transport is closed: {self._closed_because}")
+        self._raise_known_failure("")
         for peer, sender in self._senders.items():
             if sender.error is not None:
                 self._lose(f"everything sent to leave for rank {peer}", sender.error)
@@ -218,18 +310,21 @@ class GroupTransport(Transport):
                 raise TransportError(f"[rank {self.rank}] no link leads to rank {peer}. Links lead to {self._peers}.")
 
 
-def _take(receive: GroupReceive) -> None:
-    evaluate([*receive.nodes, receive.array])
-    receive.nodes.clear()
-
-
 class GroupWorld(World):
-    """The one rank of a group that this process is."""
+    """The one rank of a group that this process is.
 
-    def __init__(self, transport: GroupTransport) -> None:
+    Args:
+        transport: This rank's.
+        connections: From the meeting of all ranks.
+        timeout_seconds: How long a rank may be silent, or wait for one communication.
+    """
+
+    def __init__(self, transport: GroupTransport, connections: Connections, timeout_seconds: float) -> None:
         self.world_size = transport.world_size
         self.local_ranks = (transport.rank,)
         self._transport = transport
+        transport.watch = Watch(transport.rank, transport.world_size, timeout_seconds, transport.report)
+        transport.watch.start(connections)
 
     def transport(self, rank: int) -> GroupTransport:
         """The transport of this process's rank; see `World.transport`."""
@@ -246,10 +341,14 @@ class GroupWorld(World):
             result = self._drive(task)
             self._transport.finish()
         except BaseException as error:
-            self._transport.abandon(f"the run ended with {type(error).__name__}: {error}")
+            self._transport.fail(error)
             task.close()
             raise
         return {rank: result}
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one ends; see `World.fail`."""
+        self._transport.fail(error)
 
     def close(self) -> None:
         """Close this rank's transport; see `World.close`."""

@@ -8,9 +8,14 @@ side's; `BoundaryMismatch`, `UndeliveredMessage` and `DeadlockError` are a disag
 class TransportError(RuntimeError):
     """Any failure of a transport."""
 
+    exit_code = 1
+    """What a process that ends by this error exits with."""
+
 
 class TransportSetupError(TransportError):
     """The transport cannot be started here: environment, host file or machine."""
+
+    exit_code = 2
 
 
 class TransportClosed(TransportError):
@@ -18,11 +23,21 @@ class TransportClosed(TransportError):
 
 
 class PeerLost(TransportError):
-    """The process at the other end has ended."""
+    """Another rank has ended."""
+
+    exit_code = 3
 
 
 class TransportTimeout(TransportError):
-    """The process at the other end is there but said nothing in time."""
+    """Another rank is there but said nothing in time."""
+
+    exit_code = 4
+
+
+class Interrupted(TransportError):
+    """This rank was interrupted while it was blocked in a wait."""
+
+    exit_code = 130
 
 
 class BoundaryMismatch(TransportError):

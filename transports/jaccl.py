@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from collections.abc import Mapping
 from typing import cast, final
 
-from transports.distributed import GroupTransport, GroupWorld
+from transports.distributed import TIMEOUT_SECONDS, GroupTransport, GroupWorld
 from transports.errors import TransportSetupError
+from transports.meeting import LIMIT_SECONDS, Address, meet, parse_address
 from transports.ring import neighbours_of
-from transports.setup import START, init_group, rank_among, read_json
+from transports.setup import START, check_available, init_group, rank_among, read_json
 from transports.wire import MAX_PIECE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -25,22 +27,37 @@ class JacclWorld(GroupWorld):
 
     Args:
         max_piece_bytes: Larger messages go in several pieces; the same on every rank.
+        check_messages: Whether a header goes before each message; the same on every rank.
+        timeout_seconds: How long a rank may be silent, or wait for one communication.
+        start_seconds: How long the other ranks may take to start.
         environ: Where MLX_RANK, MLX_IBV_DEVICES, MLX_JACCL_COORDINATOR and MLX_JACCL_RING are looked up.
 
     Raises:
         TransportSetupError: If the environment is not that of JACCL, or the group does not come about.
     """
 
-    def __init__(self, *, max_piece_bytes: int = MAX_PIECE_BYTES, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        *,
+        max_piece_bytes: int = MAX_PIECE_BYTES,
+        check_messages: bool = False,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        start_seconds: float = LIMIT_SECONDS,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
         where, devices = read_json(environ, "MLX_IBV_DEVICES", "jaccl")
         rank = rank_among(environ, len(devices), where)
         peers = peers_of(rank, len(devices), environ)
         check_devices(devices, rank, peers, where)
-        _check_coordinator(environ)
+        coordinator = _check_coordinator(environ)
+        check_available("jaccl")
         if environ.get("MLX_METAL_FAST_SYNCH", "0") not in ("", "0"):
             logger.warning("MLX_METAL_FAST_SYNCH is set: with it deadlocks were reported. Unset it.")
-        transport = GroupTransport(init_group("jaccl"), "single", peers, max_piece_bytes)
-        super().__init__(transport)
+        connections = meet(
+            rank, len(devices), coordinator, "MLX_JACCL_COORDINATOR", frame_class(), limit_seconds=start_seconds
+        )
+        transport = GroupTransport(init_group("jaccl"), "single", peers, max_piece_bytes, check_messages)
+        super().__init__(transport, connections, timeout_seconds)
         # Whoever sends before its peer has posted a receive may lose the message: begin together.
         transport.wait(transport.barrier())
 
@@ -63,10 +80,17 @@ def check_devices(devices: list[object], rank: int, peers: set[int], where: str)
         raise TransportSetupError(f"{where}: entry {rank} is {row!r}, which names no device to rank {missing[0]}.")
 
 
-def _check_coordinator(environ: Mapping[str, str]) -> None:
+def frame_class() -> str:
+    """RDMA frames have another size from macOS 26.3 on, so both ends must be on the same side of it."""
+    version = [int(part) for part in platform.mac_ver()[0].split(".") if part.isdecimal()]
+    return "macOS 26.3 or newer" if version >= [26, 3] else "before macOS 26.3"
+
+
+def _check_coordinator(environ: Mapping[str, str]) -> Address:
     coordinator = environ.get("MLX_JACCL_COORDINATOR", "")
     if not coordinator.rpartition(":")[0] or not coordinator.rpartition(":")[2].isdecimal():
         raise TransportSetupError(
             f"MLX_JACCL_COORDINATOR is {coordinator!r}, but the address of rank 0 was expected, as '10.0.0.1:5000'. "
             f"{START.format(backend='jaccl')}."
         )
+    return parse_address(coordinator)

@@ -237,6 +237,11 @@ class LoopbackWorld(World):
                 task.close()
             raise
 
+    def fail(self, error: BaseException) -> None:
+        """Close every transport; see `World.fail`."""
+        for transport in self._transports:
+            transport.abandon(f"the run ended with {type(error).__name__}: {error}")
+
     def close(self) -> None:
         """Close every transport; see `World.close`."""
         for transport in self._transports:

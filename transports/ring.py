@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import cast, final
 
 from transports.base import Lanes
-from transports.distributed import GroupTransport, GroupWorld
+from transports.distributed import TIMEOUT_SECONDS, GroupTransport, GroupWorld
 from transports.errors import TransportSetupError
+from transports.meeting import LIMIT_SECONDS, Address, check_free, meet, parse_address
 from transports.setup import init_group, rank_among, read_json
 from transports.wire import MAX_PIECE_BYTES
 
@@ -20,6 +21,9 @@ class RingWorld(GroupWorld):
     Args:
         lanes: `single` puts everything on one stream, one communication at a time, as JACCL needs it.
         max_piece_bytes: Larger messages go in several pieces; the same on every rank.
+        check_messages: Whether a header goes before each message; the same on every rank.
+        timeout_seconds: How long a rank may be silent, or wait for one communication.
+        start_seconds: How long the other ranks may take to start.
         environ: Where MLX_RANK and MLX_HOSTFILE are looked up.
 
     Raises:
@@ -31,13 +35,20 @@ class RingWorld(GroupWorld):
         *,
         lanes: Lanes = "directional",
         max_piece_bytes: int = MAX_PIECE_BYTES,
+        check_messages: bool = False,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        start_seconds: float = LIMIT_SECONDS,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         where, entries = read_json(environ, "MLX_HOSTFILE", "ring")
         rank = rank_among(environ, len(entries), where)
-        check_addresses(entries, where)
+        addresses = check_addresses(entries, where)
+        if rank:
+            check_free(addresses[rank], where)
+        connections = meet(rank, len(entries), addresses[0][0], where, limit_seconds=start_seconds)
         neighbours = neighbours_of(rank, len(entries))
-        super().__init__(GroupTransport(init_group("ring"), lanes, neighbours, max_piece_bytes))
+        transport = GroupTransport(init_group("ring"), lanes, neighbours, max_piece_bytes, check_messages)
+        super().__init__(transport, connections, timeout_seconds)
 
 
 def neighbours_of(rank: int, world_size: int) -> set[int]:
@@ -45,8 +56,8 @@ def neighbours_of(rank: int, world_size: int) -> set[int]:
     return {(rank - 1) % world_size, (rank + 1) % world_size}
 
 
-def check_addresses(entries: list[object], where: str) -> None:
-    """Each rank has its addresses, `["10.0.0.1:5000"]`, and no two the same one."""
+def check_addresses(entries: list[object], where: str) -> list[list[Address]]:
+    """Each rank has its addresses, `["10.0.0.1:5000"]`, and no two the same one; returns them."""
     owners: dict[str, int] = {}
     for rank, entry in enumerate(entries):
         if not isinstance(entry, list) or not entry:
@@ -58,6 +69,7 @@ def check_addresses(entries: list[object], where: str) -> None:
             if str(address) in owners:
                 raise TransportSetupError(_shared(str(address), owners[str(address)], rank, where))
             owners[str(address)] = rank
+    return [[parse_address(text) for text, owner in owners.items() if owner == rank] for rank in range(len(entries))]
 
 
 def _shared(address: str, owner: int, rank: int, where: str) -> str:

@@ -51,10 +51,22 @@ def rank_among(environ: Mapping[str, str], world_size: int, where: str) -> int:
     return int(text)
 
 
-def init_group(backend: str) -> mx.distributed.Group:
-    """Join the group; every rank has to come within half a minute."""
+def check_available(backend: str) -> None:
+    """Whether this machine's MLX has a backend."""
     if not mx.distributed.is_available(backend):
-        raise TransportSetupError(f"MLX has no {backend} backend on this machine.")
+        needs = (
+            " JACCL needs macOS 26.2 or newer, Thunderbolt 5, and `rdma_ctl enable` in Recovery."
+            if (backend == "jaccl")
+            else ""
+        )
+        raise TransportSetupError(
+            f"MLX has no {backend} backend on this machine.{needs} The ring works everywhere: --transport ring."
+        )
+
+
+def init_group(backend: str) -> mx.distributed.Group:
+    """Join the group; every rank is there already, see `meeting`."""
+    check_available(backend)
     try:
         return mx.distributed.init(strict=True, backend=backend)
     except RuntimeError as error:

@@ -1,0 +1,279 @@
+"""Who is still there: a thread beside each rank of a group, with a TCP connection of its own.
+
+A communication of MLX that waits cannot be interrupted, and cannot tell a peer that has ended from one that is silent.
+So each rank says a few times in every timeout that it is there, and the first failure is told to all, who end by it::
+
+    rank 1 ── beats; why it failed ──> rank 0, the hub ── beats; whose failure came first ──> every rank
+
+A failure is known by its first cause, never by the neighbour that ended because of it. A rank that is told of one
+raises an error at its next use of the transport; if it is blocked in MLX, the thread prints its report and ends the
+process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from time import monotonic
+from typing import Any, Literal
+
+from transports.errors import Interrupted, PeerLost, TransportError, TransportTimeout
+from transports.meeting import Connections
+
+Kind = Literal["lost", "silent", "failed", "waited", "interrupted"]
+
+GRACE_SECONDS = 1.0
+"""How long a rank that was told of a failure may stay in a wait, which the same failure often ends."""
+
+_BEATS = 8
+"""Beats in one timeout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The first failure of a run."""
+
+    rank: int
+    kind: Kind
+    text: str = ""
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "lost":
+                return f"rank {self.rank} was lost first: its process has ended without a word"
+            case "silent":
+                return f"rank {self.rank} is silent: its process is there, but has said nothing for {self.text} s"
+            case "failed":
+                return f"rank {self.rank} failed first: {self.text}"
+            case "waited":
+                return f"rank {self.rank} waited too long: {self.text}"
+            case "interrupted":
+                return f"rank {self.rank} was interrupted"
+
+    @property
+    def error(self) -> type[TransportError]:
+        """The class of the error that every other rank ends with."""
+        return TransportTimeout if self.kind in ("silent", "waited") else PeerLost
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One connection, and when something last came over it."""
+
+    socket: socket.socket
+    rank: int
+    heard_at: float
+    is_gone: bool = False
+    unread: bytes = b""
+
+
+Report = Callable[[str], str]
+"""From what happened to the whole report: where this rank stood, and what it waited for."""
+
+
+def end_process(error: TransportError) -> None:
+    """Print a report and end this process at once, whatever MLX waits for."""
+    sys.stdout.flush()
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
+
+
+class Watch:
+    """This rank's thread.
+
+    Args:
+        rank: This rank.
+        world_size: How many there are.
+        timeout_seconds: How long a rank may be silent, or wait for one communication.
+        report: Makes an error's text.
+        end: What is done when this rank is blocked and has to end.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+        report: Report,
+        end: Callable[[TransportError], None] = end_process,
+    ) -> None:
+        self.rank, self.world_size, self.timeout_seconds = rank, world_size, timeout_seconds
+        self._report, self._end = report, end
+        self._interval = min(2.0, timeout_seconds / _BEATS)
+        self._peers = list[_Peer]()
+        self._lock = threading.RLock()
+        self._known = threading.Event()
+        self._cause: Cause | None = None
+        self._known_at = 0.0
+        self._has_asked = False
+        self._is_noticed = False
+        self._waits_since: float | None = None
+        self.waits_for = ""
+        self._is_closed = False
+        self._signals: socket.socket | None = None
+
+    # -- called by the rank itself -------------------------------------------------------------------------------------
+
+    def start(self, connections: Connections) -> None:
+        """Begin to watch; every rank calls this at about the same time."""
+        for rank, connection in connections:
+            connection.settimeout(self.timeout_seconds)
+            self._peers.append(_Peer(connection, rank, monotonic()))
+        self._catch_signals()
+        atexit.register(self.close)
+        threading.Thread(target=self._run, name="watch", daemon=True).start()
+
+    @contextmanager
+    def waiting(self, what: str) -> Generator[None]:
+        """Count the seconds of one wait."""
+        self.waits_for, self._waits_since = what, monotonic()
+        try:
+            yield
+        finally:
+            self.waits_for, self._waits_since = "", None
+
+    def seconds_waited(self) -> float:
+        """How long the present wait has lasted."""
+        since = self._waits_since
+        return 0.0 if since is None else monotonic() - since
+
+    def cause(self, patience_seconds: float) -> Cause | None:
+        """The first failure, if one is known, or becomes known in the time given; the caller then acts on it."""
+        self._known.wait(patience_seconds)
+        self._is_noticed = self._cause is not None
+        return self._cause
+
+    def tell(self, kind: Kind, text: str = "") -> None:
+        """Tell the others that this rank ends, and why; what another rank did first stays the cause."""
+        self._is_noticed = True
+        self._learn(Cause(self.rank, kind, text[:2000]))
+
+    def close(self) -> None:
+        """Say good-bye and watch no more."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._say({"bye": True})
+
+    # -- what it says --------------------------------------------------------------------------------------------------
+
+    def _say(self, message: dict[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        with self._lock:
+            for peer in self._peers:
+                # Whoever cannot be told any more is noticed where it is listened to.
+                with suppress(OSError):
+                    peer.socket.sendall(line)
+
+    def _catch_signals(self) -> None:
+        """Let the thread see Ctrl-C, which Python's own handler does not while MLX blocks the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._signals, writing = socket.socketpair()
+        writing.setblocking(False)
+        signal.set_wakeup_fd(writing.detach(), warn_on_full_buffer=False)
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        beat_at = 0.0
+        while not self._is_closed:
+            self._listen_for(self._interval / 2)
+            now = monotonic()
+            if now >= beat_at:
+                self._say({"beat": True})
+                beat_at = now + self._interval
+            self._look_for_failures(now)
+            if self._cause is not None and self._is_blocked(now):
+                self._end(self.error_of(self._cause))
+                return
+
+    def _is_blocked(self, now: float) -> bool:
+        """Whether this rank has been in a wait for a while although a failure is known."""
+        since = self._waits_since
+        return not self._is_noticed and since is not None and now - max(since, self._known_at) > GRACE_SECONDS
+
+    def error_of(self, cause: Cause) -> TransportError:
+        """What this rank ends with."""
+        if cause.rank == self.rank and cause.kind == "interrupted":
+            return Interrupted(self._report("interrupted"))
+        return cause.error(self._report(str(cause)))
+
+    def _listen_for(self, seconds: float) -> None:
+        sources = [peer.socket for peer in self._peers if not peer.is_gone]
+        sources += [self._signals] if self._signals else []
+        ready: list[socket.socket] = select.select(sources, [], [], seconds)[0] if sources else []
+        for each in ready:
+            if each is self._signals:
+                self._hear_signals(each)
+            else:
+                self._hear(next(peer for peer in self._peers if peer.socket is each))
+
+    def _hear_signals(self, signals: socket.socket) -> None:
+        if signal.SIGINT in signals.recv(64):
+            self._learn(Cause(self.rank, "interrupted"))
+
+    def _hear(self, peer: _Peer) -> None:
+        try:
+            data = peer.socket.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            peer.is_gone = True
+            self._learn(Cause(peer.rank, "lost"))
+            return
+        peer.heard_at = monotonic()
+        *lines, peer.unread = (peer.unread + data).split(b"\n")
+        for line in lines:
+            self._understand(peer, json.loads(line))
+
+    def _understand(self, peer: _Peer, message: dict[str, Any]) -> None:
+        if "bye" in message:
+            peer.is_gone = True
+        elif "cause" in message:
+            self._learn(Cause(**message["cause"]))
+        elif "waited" in message:
+            self._learn(self._silent_rank() or Cause(peer.rank, "waited", message["waited"]))
+
+    def _look_for_failures(self, now: float) -> None:
+        for peer in self._peers:
+            if now - peer.heard_at > self.timeout_seconds and not peer.is_gone:
+                self._learn(Cause(peer.rank, "silent", f"{now - peer.heard_at:.1f}"))
+        if self.seconds_waited() > self.timeout_seconds:
+            self._has_waited_too_long(f"{self.seconds_waited():.1f} s for {self.waits_for}")
+
+    def _has_waited_too_long(self, text: str) -> None:
+        """Find out for whom; only the hub hears everybody."""
+        if silent := self._silent_rank():
+            self._learn(silent)
+        elif self.rank == 0:
+            self._learn(Cause(self.rank, "waited", text))
+        elif not self._has_asked:
+            self._has_asked = True
+            self._say({"waited": text})
+
+    def _silent_rank(self) -> Cause | None:
+        """Whose silence explains that somebody has waited too long: the connected rank that was last heard of first."""
+        talking = [peer for peer in self._peers if not peer.is_gone]
+        oldest = min(talking, key=lambda peer: peer.heard_at, default=None)
+        if oldest is None or monotonic() - oldest.heard_at <= 3 * self._interval:
+            return None
+        return Cause(oldest.rank, "silent", f"{monotonic() - oldest.heard_at:.1f}")
+
+    def _learn(self, cause: Cause) -> None:
+        """Keep the first failure, and tell it on."""
+        with self._lock:
+            if self._is_closed or self._cause is not None:
+                return
+            self._cause, self._known_at = cause, monotonic()
+            self._say({"cause": asdict(cause)})
+            self._known.set()
