@@ -13,11 +13,14 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from pptrain.errors import PptrainError
-from transports import TransportError
+from transports import TransportError, report_of
 
 _USAGE = """usage: pptrain train [options]     fine-tune a model that is cut into pipeline stages
        pptrain train --demo        the same on a small model made on the spot; needs no network and no files
        pptrain train --help        every option
+       pptrain launch [options] -- pptrain train [options]
+                                   start it on several machines; takes the options of mlx.launch, and ends with the
+                                   exit code of the rank that failed first
        pptrain --version"""
 
 
@@ -31,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("Interrupted.", file=sys.stderr)
         return 130
     except (PptrainError, TransportError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(report_of(error, error.exit_code), file=sys.stderr, flush=True)
         return error.exit_code
 
 
@@ -42,6 +45,10 @@ def _dispatch(argv: Sequence[str]) -> int:
             return 0
         case ["train", *options]:
             return _train(options)
+        case ["launch", *options]:
+            from pptrain import launch
+
+            return launch.run(options)
         case ["--help" | "-h", *_]:
             print(_USAGE)
             return 0

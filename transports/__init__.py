@@ -19,6 +19,7 @@ from transports.errors import (
     TransportSetupError,
     TransportTimeout,
     UndeliveredMessage,
+    report_of,
 )
 from transports.jaccl import JacclWorld
 from transports.loopback import LoopbackWorld
@@ -49,6 +50,7 @@ __all__ = [
     "World",
     "detect",
     "open_world",
+    "report_of",
 ]
 
 

@@ -4,6 +4,20 @@
 side's; `BoundaryMismatch`, `UndeliveredMessage` and `DeadlockError` are a disagreement between both.
 """
 
+import os
+import re
+from collections.abc import Mapping
+
+REPORT_LINE = re.compile(r"\[rank (\d+), exit code (\d+)\] (.*)")
+"""A line of a report as `report_of` makes it where a launcher mixes what all ranks say."""
+
+
+def report_of(error: Exception, exit_code: int, environ: Mapping[str, str] = os.environ) -> str:
+    """What a process that ends by an error says last; under a launcher each line names the rank and its exit code."""
+    rank = environ.get("MLX_RANK")
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    return "\n".join(lines if rank is None else [f"[rank {rank}, exit code {exit_code}] {line}" for line in lines])
+
 
 class TransportError(RuntimeError):
     """Any failure of a transport."""

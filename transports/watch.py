@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any, Literal
 
-from transports.errors import Interrupted, PeerLost, TransportError, TransportTimeout
+from transports.errors import Interrupted, PeerLost, TransportError, TransportTimeout, report_of
 from transports.meeting import Connections
 
 Kind = Literal["lost", "silent", "failed", "waited", "interrupted"]
@@ -83,7 +83,7 @@ Report = Callable[[str], str]
 def end_process(error: TransportError) -> None:
     """Print a report and end this process at once, whatever MLX waits for."""
     sys.stdout.flush()
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    print(report_of(error, error.exit_code), file=sys.stderr, flush=True)
     os._exit(error.exit_code)
 
 
