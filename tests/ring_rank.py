@@ -13,7 +13,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from transports.base import Task, Transport
-from transports.contract import PROMISES
+from transports.contract import arrives_beyond_two_gigabytes, in_one_run, keeps_to_neighbours
 from transports.errors import TransportClosed, TransportError
 from transports.ring import RingWorld
 from transports.wire import MAX_PIECE_BYTES
@@ -21,7 +21,7 @@ from transports.wire import MAX_PIECE_BYTES
 
 def contract(world: RingWorld) -> str:
     rank = world.local_ranks[0]
-    kept = [promise for promise in PROMISES if promise.concerns(world.transport(rank))]
+    kept = in_one_run(world.transport(rank))
     for promise in kept:
         print(promise.name, flush=True)
         world.run({rank: promise.check(world.transport(rank))})
@@ -60,6 +60,14 @@ def never_waits_for_its_receive(world: RingWorld) -> str:
     return "was not told"
 
 
+def neighbours(world: RingWorld) -> str:
+    return _keep(world, keeps_to_neighbours)
+
+
+def two_gigabytes(world: RingWorld) -> str:
+    return _keep(world, arrives_beyond_two_gigabytes)
+
+
 def sends_across(world: RingWorld) -> str:
     rank = world.local_ranks[0]
     try:
@@ -67,6 +75,12 @@ def sends_across(world: RingWorld) -> str:
     except TransportError as error:
         return str(error)
     return "sent"
+
+
+def _keep(world: RingWorld, check: Callable[[Transport], Task[None]]) -> str:
+    rank = world.local_ranks[0]
+    world.run({rank: check(world.transport(rank))})
+    return "kept"
 
 
 def _outlive_the_last(world: RingWorld, task: Callable[[Transport], Task[None]]) -> str:

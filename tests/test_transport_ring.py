@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from processes import report, run_ranks
 
 from transports import JacclWorld, LoopbackWorld, RingWorld, TransportSetupError, detect, open_world
-from transports.contract import PROMISES
+from transports.contract import in_one_run
 
 RANK = str(Path(__file__).with_name("ring_rank.py"))
 
@@ -21,10 +22,23 @@ RANK = str(Path(__file__).with_name("ring_rank.py"))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_contract(world_size: int, lanes: str) -> None:
     ended = run_ranks([[RANK, "contract", lanes]] * world_size, timeout_seconds=180)
-    promised = sum(promise.lanes in (None, lanes) for promise in PROMISES)
+    promised = len(in_one_run(LoopbackWorld(world_size, lanes=lanes).transport(0)))
     for each in ended:
         assert each.stdout.splitlines()[-1:] == [f"kept {promised} promises"], report(ended)
         assert each.returncode == 0, report(ended)
+
+
+@pytest.mark.ring
+def test_four_ranks_keep_to_their_neighbours() -> None:
+    ended = run_ranks([[RANK, "neighbours"]] * 4, timeout_seconds=60)
+    assert [each.stdout for each in ended] == ["kept\n"] * 4, report(ended)
+
+
+@pytest.mark.ring
+@pytest.mark.skipif(not os.environ.get("PPTRAIN_HEAVY"), reason="takes 16 GiB of memory; asked for by PPTRAIN_HEAVY=1")
+def test_more_than_two_gigabytes_arrive_in_pieces() -> None:
+    ended = run_ranks([[RANK, "two_gigabytes"]] * 2, timeout_seconds=300)
+    assert [each.stdout for each in ended] == ["kept\n"] * 2, report(ended)
 
 
 @pytest.mark.ring

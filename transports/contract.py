@@ -6,11 +6,13 @@ one machine, and on a user's machines. Each one is a task for a transport of its
     world.run({rank: promise.check(world.transport(rank)) for rank in world.local_ranks})
 
 Where ranks talk to each other, the messages stand in one list that all of them follow, each at its own end. That order
-cannot deadlock, whatever the lanes and the capacity, so what hangs is the transport's fault.
+cannot deadlock, whatever the lanes and the capacity, so what hangs is the transport's fault. Both ends call a message
+the same, since a transport that checks messages compares that too.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,101 +20,64 @@ import mlx.core as mx
 import numpy as np
 
 from transports.base import Lanes, Task, Transport
-from transports.buffers import array_from, byte_count, bytes_of
-from transports.errors import TransportClosed
+from transports.buffers import bytes_of, fill
+from transports.errors import BoundaryMismatch, TransportClosed, TransportError
+from transports.header import dtype_name
+from transports.letters import DTYPES, MIB, VIEWS, ContractBroken, Letter, around, exchange, expect_bits, pattern
 
-DTYPES = (
-    mx.float32,
-    mx.float16,
-    mx.bfloat16,
-    mx.int8,
-    mx.int16,
-    mx.int32,
-    mx.int64,
-    mx.uint8,
-    mx.uint16,
-    mx.uint32,
-    mx.uint64,
-    mx.bool_,
-)
-MIB = 1 << 20
+__all__ = ["DTYPES", "MIB", "PROMISES", "ContractBroken", "Letter", "Promise", "in_one_run"]
 
-
-class ContractBroken(AssertionError):
-    """A transport did not keep a promise."""
+GIB = 1 << 30
+SIZES = (4, 64 * MIB, 1, 0, 20 * MIB)
+LATE_SECONDS = 0.05
+"""How late a rank comes where ranks come late."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """One check, and the lanes that it speaks of: None if it holds for both."""
+    """One check, and which transports it speaks of."""
 
     check: Callable[[Transport], Task[None]]
     lanes: Lanes | None = None
+    """The lanes that it speaks of; None if it holds for both."""
+    message_bytes: int = MIB
+    """Its messages are no larger than this."""
+    is_of_checks: bool = False
+    """Whether it speaks only of transports that check messages."""
+    closes: bool = False
+    """Whether it leaves the transport closed."""
 
     @property
     def name(self) -> str:
         """What is promised, in words that a report can show."""
         return self.check.__name__
 
+    @property
+    def is_large(self) -> bool:
+        """Whether it takes more than a moment."""
+        return self.message_bytes > MIB
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether it is only to be run when asked for, on a machine with memory for several such messages."""
+        return self.message_bytes > GIB
+
     def concerns(self, transport: Transport) -> bool:
-        """Whether a transport with its lanes makes this promise."""
-        return self.lanes in (None, transport.lanes)
+        """Whether a transport with its lanes and checks makes this promise."""
+        return self.lanes in (None, transport.lanes) and (transport.checks_messages or not self.is_of_checks)
 
 
-@dataclass(frozen=True, slots=True)
-class Letter:
-    """A message between two neighbours whose values both ends can make for themselves."""
+def in_one_run(transport: Transport) -> list[Promise]:
+    """The promises to check one after another on the same transport, the heavy ones not among them.
 
-    source: int
-    to: int
-    shape: tuple[int, ...]
-    dtype: mx.Dtype = mx.float32
-    salt: int = 0
-
-    def values(self) -> mx.array:
-        """An evaluated array whose bits depend on who writes to whom, and on the salt."""
-        return pattern(self.shape, self.dtype, salt=1 + self.source + 7 * self.to + 31 * self.salt)
-
-
-def pattern(shape: Sequence[int], dtype: mx.Dtype, salt: int) -> mx.array:
-    """Values of all bit patterns, NaNs and infinities included, that differ by salt."""
-    # Repeated with a prime length, so that bytes which are shifted by any usual size are other bytes.
-    period = np.random.default_rng(salt).integers(0, 256, 65521, dtype=np.uint8)
-    data = np.resize(period, byte_count(shape, dtype))
-    return array_from(data % 2 if dtype == mx.bool_ else data, shape, dtype)
-
-
-def around(world_size: int) -> list[tuple[int, int]]:
-    """Every directed pair of neighbours: to the right all the way round, then to the left."""
-    right = [(rank, (rank + 1) % world_size) for rank in range(world_size)]
-    return list(dict.fromkeys(right + [(to, source) for source, to in right]))
-
-
-def expect_bits(received: mx.array, expected: mx.array, what: str) -> None:
-    """Both arrays have the same shape, dtype and bits."""
-    if received.shape != expected.shape or received.dtype != expected.dtype:
-        raise ContractBroken(f"{what}: got {received.dtype} {received.shape}, not {expected.dtype} {expected.shape}")
-    ours, theirs = bytes_of(received), bytes_of(expected)
-    if not np.array_equal(ours, theirs):
-        different = int(np.count_nonzero(ours != theirs))
-        raise ContractBroken(
-            f"{what}: {different} of {ours.size} bytes of {received.dtype} {received.shape} are others"
-        )
-
-
-def exchange(transport: Transport, letters: Sequence[Letter]) -> Task[None]:
-    """Follow a list of letters at this rank's end, and check what comes."""
-    for index, letter in enumerate(letters):
-        if letter.source == transport.rank:
-            yield transport.send(letter.values(), letter.to, f"letter {index}")
-        elif letter.to == transport.rank:
-            receive = transport.receive(letter.shape, letter.dtype, letter.source, f"letter {index}")
-            yield transport.arrive(receive)
-            expect_bits(receive.array, letter.values(), f"[rank {transport.rank}] {letter}")
+    Of those that close it, only the two at the end go together; each other one needs a run of its own.
+    """
+    light = [promise for promise in PROMISES if promise.concerns(transport) and not promise.is_heavy]
+    return [promise for promise in light if not promise.closes] + list(PROMISES[-2:])
 
 
 def arrives_bit_for_bit_in_every_dtype(transport: Transport) -> Task[None]:
-    """NaNs, infinities, negative zeros and all integers come as they were, scalars too."""
+    """NaNs, infinities, -0.0, subnormals and all integers come as they were, scalars too."""
     shapes: list[tuple[int, ...]] = [(), (1,), (257,), (2, 3, 5)]
     pairs = around(transport.world_size)
     yield from exchange(transport, [Letter(*pair, s, d) for pair in pairs for d in DTYPES for s in shapes])
@@ -126,10 +91,15 @@ def arrives_whatever_its_size(transport: Transport) -> Task[None]:
     yield from exchange(transport, letters)
 
 
+def arrives_beyond_two_gigabytes(transport: Transport) -> Task[None]:
+    """A message of 2 GiB and 24 bytes comes whole, in however many pieces."""
+    yield from exchange(transport, [Letter(0, 1, (2, (1 << 28) + 3), mx.int32)])
+
+
 def arrives_though_not_contiguous(transport: Transport) -> Task[None]:
     """Transposed, strided and broadcast arrays come as what they show, not as what lies in memory."""
     for source, to in around(transport.world_size):
-        for view in (_transposed, _strided, _broadcast):
+        for view in VIEWS:
             array = view(Letter(source, to, (6, 4), mx.int32).values())
             if transport.rank == source:
                 yield transport.send(array, to, "a view")
@@ -139,34 +109,29 @@ def arrives_though_not_contiguous(transport: Transport) -> Task[None]:
                 expect_bits(receive.array, array, f"[rank {to}] {view.__name__}")
 
 
-def _transposed(array: mx.array) -> mx.array:
-    return array.T
-
-
-def _strided(array: mx.array) -> mx.array:
-    return array[1::2, ::3]
-
-
-def _broadcast(array: mx.array) -> mx.array:
-    return mx.broadcast_to(array[:1], (5, array.shape[1]))
-
-
 def keeps_order_in_each_direction(transport: Transport) -> Task[None]:
-    """Letters of one form, sent to and fro, come in the order in which they were sent."""
-    pairs = around(transport.world_size)
-    yield from exchange(transport, [Letter(*pair, (4,), mx.int32, salt) for salt in range(20) for pair in pairs])
+    """Letters of one form, five at a time to and fro, come in the order in which they were sent."""
+    bursts = [(pair, start) for start in range(0, 20, 5) for pair in around(transport.world_size)]
+    letters = [Letter(*pair, (4,), mx.int32, start + salt) for pair, start in bursts for salt in range(5)]
+    yield from exchange(transport, letters)
 
 
-def sends_a_lazy_array(transport: Transport) -> Task[None]:
-    """An array that nobody has evaluated yet is evaluated by the send."""
+def evaluates_a_lazy_array_once(transport: Transport) -> Task[None]:
+    """An array that nobody has evaluated yet is evaluated by the send, there and then, and is not computed again."""
     for source, to in around(transport.world_size):
-        values = Letter(source, to, (8, 8), mx.int32).values()
+        operand = Letter(source, to, (8, 8), mx.int32).values()
+        expected = operand * 3 + 1
+        mx.eval(expected)
         if transport.rank == source:
-            yield transport.send(values * 3 + 1, to, "lazy")
+            lazy = operand * 3 + 1
+            sent = transport.send(lazy, to, "lazy")
+            fill(operand, bytes_of(mx.zeros_like(operand)))  # Whoever computes it from here on computes something else.
+            expect_bits(lazy, expected, f"[rank {source}] the sender's own array, evaluated by its send")
+            yield sent
         elif transport.rank == to:
             receive = transport.receive((8, 8), mx.int32, source, "lazy")
             yield transport.arrive(receive)
-            expect_bits(receive.array, values * 3 + 1, f"[rank {to}] lazy")
+            expect_bits(receive.array, expected, f"[rank {to}] lazy")
 
 
 def takes_the_value_at_the_call(transport: Transport) -> Task[None]:
@@ -189,18 +154,15 @@ def takes_the_value_at_the_call(transport: Transport) -> Task[None]:
 
 def alternates_sizes_in_both_directions(transport: Transport) -> Task[None]:
     """4 bytes, 64 MB, 1 byte, 0 bytes and 20 MB, each answered by the next size."""
-    sizes = [4, 64 * MIB, 1, 0, 20 * MIB]
-    letters: list[Letter] = []
-    for index, size in enumerate(sizes):
-        answer = sizes[(index + 1) % len(sizes)]
-        letters += [Letter(0, 1, (size,), mx.uint8, index), Letter(1, 0, (answer,), mx.uint8, index)]
-    yield from exchange(transport, letters)
+    answers = [*SIZES[1:], SIZES[0]]
+    pairs = zip(SIZES, answers, strict=True)
+    letters = [(Letter(0, 1, (a,), mx.uint8, i), Letter(1, 0, (b,), mx.uint8, i)) for i, (a, b) in enumerate(pairs)]
+    yield from exchange(transport, [letter for pair in letters for letter in pair])
 
 
 def sends_in_the_background(transport: Transport) -> Task[None]:
     """Both ranks send sizes that no buffer takes up, and only then receive."""
-    sizes = [4, 64 * MIB, 1, 0, 20 * MIB]
-    yield from _send_first(transport, [(size,) for size in sizes])
+    yield from _send_first(transport, [(size,) for size in SIZES])
 
 
 def sends_any_number_in_the_background(transport: Transport) -> Task[None]:
@@ -238,7 +200,8 @@ def orders_receives_by_their_arrival(transport: Transport) -> Task[None]:
         if transport.rank == source:
             yield from exchange(transport, letters)
         elif transport.rank == to:
-            receives = [transport.receive((16,), mx.int32, source, f"{index} of 8") for index in range(8)][::-1]
+            labels = [f"letter {index}" for index in reversed(range(8))]
+            receives = [transport.receive((16,), mx.int32, source, label) for label in labels][::-1]
             total = mx.stack([receive.array for receive in receives])
             yield from [transport.arrive(receive) for receive in receives]
             expect_bits(total, mx.stack([letter.values() for letter in letters]), f"[rank {to}] eight at once")
@@ -249,7 +212,7 @@ def delivers_a_dropped_send(transport: Transport) -> Task[None]:
     for source, to in around(transport.world_size):
         letter = Letter(source, to, (1000,), mx.int32)
         if transport.rank == source:
-            transport.send(letter.values(), to, "dropped")
+            transport.send(letter.values(), to, "letter 0")
             yield transport.flush()
         elif transport.rank == to:
             yield from exchange(transport, [letter])
@@ -276,9 +239,7 @@ def sums_beside_messages(transport: Transport) -> Task[None]:
 
 
 def sums_by_definition(transport: Transport) -> Task[None]:
-    """Sums of integers are exact, and of floats within rounding; ranks may come late."""
-    if transport.rank == 0:
-        mx.eval(mx.random.normal((200, 200)) @ mx.random.normal((200, 200)))
+    """The sum over all ranks, in integers and floats that need no rounding, scalars too."""
     for dtype in (mx.int32, mx.float32, mx.bfloat16):
         for shape in [(), (1,), (5,), (3, 1001)]:
             count = int(np.prod(shape, dtype=np.int64))
@@ -287,6 +248,17 @@ def sums_by_definition(transport: Transport) -> Task[None]:
             yield total
             factor = transport.world_size * (transport.world_size + 1) // 2
             expect_bits(total.array, ramp * factor, f"[rank {transport.rank}] sum of {dtype} {shape}")
+
+
+def sums_whoever_comes_last(transport: Transport) -> Task[None]:
+    """Each rank comes late once, and is part of the sum."""
+    for late in range(transport.world_size):
+        if transport.rank == late:
+            time.sleep(LATE_SECONDS)
+        total = transport.all_sum(mx.full((3,), 1 << transport.rank, dtype=mx.int32), f"rank {late} is late")
+        yield total
+        everybody = mx.full((3,), (1 << transport.world_size) - 1, dtype=mx.int32)
+        expect_bits(total.array, everybody, f"[rank {transport.rank}] the sum to which rank {late} came late")
 
 
 def sums_to_the_same_bits_on_every_rank(transport: Transport) -> Task[None]:
@@ -298,20 +270,90 @@ def sums_to_the_same_bits_on_every_rank(transport: Transport) -> Task[None]:
     halves = mx.stack([bits & 0xFFFF, (bits >> 16) & 0xFFFF])
     compared = transport.all_sum(halves, "comparison")
     yield compared
-    expect_bits(
-        compared.array, halves * transport.world_size, f"[rank {transport.rank}] the sum's bits, over all ranks"
-    )
+    expect_bits(compared.array, halves * transport.world_size, f"[rank {transport.rank}] the sum's bits, summed")
 
 
 def keeps_barriers(transport: Transport) -> Task[None]:
-    """Nobody leaves a barrier before all have come; several stand one after another."""
-    for _ in range(10):
+    """Nobody leaves a barrier before all have come, whoever is last; several stand one after another."""
+    for late in range(transport.world_size):
+        came = transport.clock()
         yield transport.barrier()
+        if transport.rank == late:
+            time.sleep(LATE_SECONDS)
+        yield transport.barrier()
+        # Rank `late` slept between the two, so between coming to the first and leaving the second it is at least that.
+        waited = transport.clock() - came
+        if waited < 0.9 * LATE_SECONDS:
+            raise ContractBroken(f"[rank {transport.rank}] left a barrier {waited} s on, before rank {late} had come")
+
+
+def keeps_to_neighbours(transport: Transport) -> Task[None]:
+    """Where no link leads, a rank is refused by name, and nothing breaks; where one leads, a letter comes."""
+    ranks = range(transport.world_size)
+    for nobody in (transport.rank, -1, transport.world_size):
+        _expect_refusal(transport, nobody, lambda to: transport.send(mx.zeros((1,)), to))
+        _expect_refusal(transport, nobody, lambda source: transport.receive((1,), mx.float32, source))
+    across = {(source, to) for source in ranks for to in ranks if source != to} - set(around(transport.world_size))
+    for pair in sorted(across):
+        try:
+            yield from exchange(transport, [Letter(*pair, (3,), mx.int32)])
+        except TransportError as error:
+            _expect_reason(transport, sum(pair) - transport.rank, error)
+    yield transport.barrier()
+
+
+def _expect_refusal(transport: Transport, peer: int, use: Callable[[int], object]) -> None:
+    try:
+        use(peer)
+    except TransportError as error:
+        _expect_reason(transport, peer, error)
+    else:
+        raise ContractBroken(f"[rank {transport.rank}] took a message to or from rank {peer}, where no link leads")
+
+
+def _expect_reason(transport: Transport, peer: int, error: TransportError) -> None:
+    if f"rank {peer}" not in str(error):
+        raise ContractBroken(f"[rank {transport.rank}] refused rank {peer} without naming it: {error}") from error
+
+
+def refuses_another_shape(transport: Transport) -> Task[None]:
+    """Data of another shape are an error on the receiver, also where there are as many bytes."""
+    yield from _refuses(transport, (3, 2), mx.float32)
+
+
+def refuses_another_dtype(transport: Transport) -> Task[None]:
+    """Data of another dtype are an error on the receiver, also where there are as many bytes."""
+    yield from _refuses(transport, (2, 3), mx.int32)
+
+
+def _refuses(transport: Transport, shape: Sequence[int], dtype: mx.Dtype) -> Task[None]:
+    letter = Letter(0, 1, (2, 3), mx.float32)
+    if transport.rank == 0:
+        yield transport.send(letter.values(), 1, "of another form")
+    elif transport.rank == 1:
+        try:
+            yield transport.arrive(transport.receive(shape, dtype, 0, "of another form"))
+        except BoundaryMismatch as error:
+            if f"{dtype_name(letter.dtype)} {letter.shape}" not in str(error):
+                raise ContractBroken(f"[rank 1] does not say what rank 0 sent: {error}") from error
+        else:
+            raise ContractBroken(f"[rank 1] took float32 (2, 3) for {dtype_name(dtype)} {shape}")
+
+
+def delivers_what_was_sent_before_close(transport: Transport) -> Task[None]:
+    """Three messages that nobody waited for arrive, though their sender closes at once, and closes again."""
+    letters = [Letter(0, 1, (1000,), mx.int32, salt) for salt in range(3)]
+    if transport.rank == 0:
+        for index, letter in enumerate(letters):
+            transport.send(letter.values(), 1, f"letter {index}")
+    elif transport.rank == 1:
+        yield from exchange(transport, letters)
+    transport.close()
+    transport.close()
 
 
 def refuses_work_after_close(transport: Transport) -> Task[None]:
     """Once closed, and closed again, a transport says so by an error of its own."""
-    yield transport.barrier()
     transport.close()
     transport.close()
     uses: list[Callable[[], object]] = [
@@ -319,6 +361,7 @@ def refuses_work_after_close(transport: Transport) -> Task[None]:
         lambda: transport.receive((1,), mx.float32, (transport.rank + 1) % transport.world_size),
         lambda: transport.all_sum(mx.zeros((1,))),
         transport.barrier,
+        transport.flush,
     ]
     for use in uses:
         try:
@@ -326,25 +369,32 @@ def refuses_work_after_close(transport: Transport) -> Task[None]:
         except TransportClosed:
             continue
         raise ContractBroken(f"[rank {transport.rank}] was used after it was closed, and did not say so")
+    yield from ()
 
 
 PROMISES = (
     Promise(arrives_bit_for_bit_in_every_dtype),
-    Promise(arrives_whatever_its_size),
+    Promise(arrives_whatever_its_size, message_bytes=20 * MIB),
+    Promise(arrives_beyond_two_gigabytes, message_bytes=2 * GIB + 24),
     Promise(arrives_though_not_contiguous),
     Promise(keeps_order_in_each_direction),
-    Promise(sends_a_lazy_array),
+    Promise(evaluates_a_lazy_array_once),
     Promise(takes_the_value_at_the_call),
-    Promise(alternates_sizes_in_both_directions),
-    Promise(sends_in_the_background, lanes="directional"),
+    Promise(alternates_sizes_in_both_directions, message_bytes=64 * MIB),
+    Promise(sends_in_the_background, lanes="directional", message_bytes=64 * MIB),
     Promise(sends_any_number_in_the_background, lanes="directional"),
     Promise(receives_into_a_graph),
     Promise(orders_receives_by_their_arrival),
     Promise(delivers_a_dropped_send),
     Promise(sums_beside_messages),
     Promise(sums_by_definition),
+    Promise(sums_whoever_comes_last),
     Promise(sums_to_the_same_bits_on_every_rank),
     Promise(keeps_barriers),
-    Promise(refuses_work_after_close),
+    Promise(keeps_to_neighbours),
+    Promise(refuses_another_shape, is_of_checks=True, closes=True),
+    Promise(refuses_another_dtype, is_of_checks=True, closes=True),
+    Promise(delivers_what_was_sent_before_close, closes=True),
+    Promise(refuses_work_after_close, closes=True),
 )
-"""All promises; the last one leaves the transport closed."""
+"""All promises; those that close the transport are the last."""
