@@ -120,10 +120,10 @@ def evaluates_a_lazy_array_once(transport: Transport) -> Task[None]:
     """An array that nobody has evaluated yet is evaluated by the send, there and then, and is not computed again."""
     for source, to in around(transport.world_size):
         operand = Letter(source, to, (8, 8), mx.int32).values()
-        expected = operand * 3 + 1
+        expected = mx.cumsum(operand, axis=0)
         mx.eval(expected)
         if transport.rank == source:
-            lazy = operand * 3 + 1
+            lazy = mx.cumsum(operand, axis=0)
             sent = transport.send(lazy, to, "lazy")
             fill(operand, bytes_of(mx.zeros_like(operand)))  # Whoever computes it from here on computes something else.
             expect_bits(lazy, expected, f"[rank {source}] the sender's own array, evaluated by its send")
