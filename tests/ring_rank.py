@@ -1,4 +1,4 @@
-"""What a rank of the ring tests runs: `python tests/ring_rank.py CASE [LANES] [MAX_PIECE_BYTES]`.
+"""What a rank of the ring tests runs: `python tests/ring_rank.py CASE[:ARGUMENT] [LANES] [MAX_PIECE_BYTES] [checked]`.
 
 Its last line is what the test looks for, since a launcher's exit code says little.
 """
@@ -13,10 +13,12 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from transports.base import Task, Transport
-from transports.contract import arrives_beyond_two_gigabytes, in_one_run, keeps_to_neighbours
+from transports.buffers import bytes_of
+from transports.contract import PROMISES, arrives_beyond_two_gigabytes, in_one_run, keeps_to_neighbours
 from transports.errors import TransportClosed, TransportError
+from transports.header import Header
 from transports.ring import RingWorld
-from transports.wire import MAX_PIECE_BYTES
+from transports.wire import MAX_PIECE_BYTES, Wire, evaluate
 
 
 def contract(world: RingWorld) -> str:
@@ -26,6 +28,24 @@ def contract(world: RingWorld) -> str:
         print(promise.name, flush=True)
         world.run({rank: promise.check(world.transport(rank))})
     return f"kept {len(kept)} promises"
+
+
+def promise(world: RingWorld, name: str) -> str:
+    rank = world.local_ranks[0]
+    [kept] = [promise for promise in PROMISES if promise.name == name]
+    assert kept.concerns(world.transport(rank))
+    world.run({rank: kept.check(world.transport(rank))})
+    return "kept"
+
+
+def damaged_on_the_way(world: RingWorld) -> str:
+    """Rank 0 changes a byte after the header was made, as a bad link would."""
+    rank = world.local_ranks[0]
+    try:
+        world.run({rank: _damages(world.transport(rank))})
+    except TransportError as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return "was not noticed"
 
 
 def peer_lost_in_a_receive(world: RingWorld) -> str:
@@ -139,15 +159,34 @@ def _fails(transport: Transport) -> Task[None]:
     yield
 
 
+def _damages(transport: Transport) -> Task[None]:
+    values = mx.arange(1000, dtype=mx.int32)
+    if transport.rank == 0:
+        yield transport.send(values, 1, "0F0")
+        yield transport.flush()
+        header = Header.of(1, "0F1", values.shape, values.dtype, bytes_of(values))
+        wire = Wire(mx.distributed.init(backend="ring"), MAX_PIECE_BYTES)
+        evaluate(wire.send(header.encode(), 1))
+        evaluate(wire.send(values + 1, 1))
+    else:
+        yield transport.arrive(transport.receive(values.shape, values.dtype, 0, "0F0"))
+        yield transport.arrive(transport.receive(values.shape, values.dtype, 0, "0F1"))
+
+
 def _forgets(transport: Transport) -> Task[None]:
     transport.arrive(transport.receive((1,), mx.int32, 1 - transport.rank, "1B0"))
     yield transport.flush()
 
 
 def main() -> None:
-    case, lanes, max_piece_bytes = (*sys.argv[1:], *["directional", str(MAX_PIECE_BYTES)][len(sys.argv) - 2 :])
-    world = RingWorld(lanes="single" if lanes == "single" else "directional", max_piece_bytes=int(max_piece_bytes))
-    print(globals()[case](world), flush=True)
+    case, lanes, *more = (*sys.argv[1:], *["directional"][len(sys.argv) - 2 :])
+    world = RingWorld(
+        lanes="single" if lanes == "single" else "directional",
+        max_piece_bytes=next((int(text) for text in more if text.isdecimal()), MAX_PIECE_BYTES),
+        check_messages="checked" in more,
+    )
+    name, *arguments = case.split(":")
+    print(globals()[name](world, *arguments), flush=True)
     world.close()
 
 

@@ -12,20 +12,44 @@ import pytest
 from processes import report, run_ranks
 
 from transports import JacclWorld, LoopbackWorld, RingWorld, TransportSetupError, detect, open_world
-from transports.contract import in_one_run
+from transports.contract import PROMISES, in_one_run
 
 RANK = str(Path(__file__).with_name("ring_rank.py"))
 
 
 @pytest.mark.ring
-@pytest.mark.parametrize("lanes", ["directional", "single"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_contract(world_size: int, lanes: str) -> None:
-    ended = run_ranks([[RANK, "contract", lanes]] * world_size, timeout_seconds=180)
+@pytest.mark.parametrize(
+    ("world_size", "lanes", "checked"),
+    [
+        (2, "directional", []),
+        (2, "single", []),
+        (3, "directional", []),
+        (3, "single", []),
+        (2, "directional", ["checked"]),
+        (3, "single", ["checked"]),
+    ],
+)
+def test_contract(world_size: int, lanes: str, checked: list[str]) -> None:
+    ended = run_ranks([[RANK, "contract", lanes, *checked]] * world_size, timeout_seconds=180)
     promised = len(in_one_run(LoopbackWorld(world_size, lanes=lanes).transport(0)))
     for each in ended:
         assert each.stdout.splitlines()[-1:] == [f"kept {promised} promises"], report(ended)
         assert each.returncode == 0, report(ended)
+
+
+@pytest.mark.ring
+@pytest.mark.parametrize("lanes", ["directional", "single"])
+@pytest.mark.parametrize("promise", [promise.name for promise in PROMISES if promise.is_of_checks])
+def test_a_checked_ring_refuses_a_message_of_another_form(promise: str, lanes: str) -> None:
+    ended = run_ranks([[RANK, f"promise:{promise}", lanes, "checked"]] * 2, timeout_seconds=30)
+    assert [each.stdout for each in ended] == ["kept\n"] * 2, report(ended)
+
+
+@pytest.mark.ring
+def test_a_checked_ring_notices_bytes_that_were_damaged_on_the_way() -> None:
+    ended = run_ranks([[RANK, "damaged_on_the_way", "single", "checked"]] * 2, timeout_seconds=30)
+    assert "BoundaryMismatch: [rank 1] from rank 0: message 1, 0F1, int32 (1000,) was sent with" in ended[1].stdout
+    assert "bytes were damaged" in ended[1].stdout, report(ended)
 
 
 @pytest.mark.ring

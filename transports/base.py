@@ -141,9 +141,9 @@ class World(ABC):
             Exception: Whatever a task raised.
         """
 
-    @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Close every local transport because of an error outside a run, and let the other ranks know of it."""
+        """Let the other ranks know that this process ends by an error outside a run; here nobody else is there."""
+        self.close()
 
     @abstractmethod
     def close(self) -> None:
