@@ -20,7 +20,7 @@ from mlx_lm.utils import _parse_size  # pyright: ignore[reportPrivateUsage]  # h
 
 from pptrain import checks
 from pptrain.errors import ConfigError
-from pptrain.schedule import SCHEDULES
+from pptrain.registry import SCHEDULES, count_stages_per_rank, find_schedule
 from transports.distributed import TIMEOUT_SECONDS
 
 _MLX_LM_FLAGS = {action.dest: action for action in build_parser()._actions}
@@ -121,12 +121,17 @@ class TrainConfig:
         "auto", "What carries the messages; auto is the backend that mlx.launch set up, or else loopback."
     )
     stages: int | None = _key(
-        None, "Number of pipeline stages; by default one in the loopback, else one in each process.", at_least=1
+        None, "Number of pipeline ranks; by default one in the loopback, else one for each process.", at_least=1
     )
     layers: tuple[int, ...] | None = _key(
-        None, "Number of layers in each stage, such as 10,8,8; by default as even as can be.", read=_read_layers
+        None,
+        "Number of layers in each stage of all ranks, such as 10,8,8; by default as even as can be.",
+        read=_read_layers,
     )
     schedule: str = _key("1f1b", "Order of forwards and backwards.", choices=tuple(SCHEDULES))
+    stages_per_rank: int | None = _key(
+        None, "Number of stages on each rank, for --schedule interleaved; by default the schedule's own.", at_least=1
+    )
     microbatches: int | None = _key(
         None, "Number of parts that a batch is cut into; by default one for each example.", at_least=1
     )
@@ -153,6 +158,17 @@ class TrainConfig:
         if self.hf_dataset is not None:
             checks.check_hub(self.hf_dataset, _FEATURES, is_tested=self.test)
         _check_together(self)
+
+    def num_ranks(self, default: int) -> int:
+        """How many ranks are asked for, by `stages` or by an explicit cut."""
+        if self.stages is not None or self.layers is None:
+            return self.stages or default
+        return len(self.layers) // self.stages_on_each_rank
+
+    @property
+    def stages_on_each_rank(self) -> int:
+        """As many as the schedule has."""
+        return count_stages_per_rank(find_schedule(self.schedule, self.stages_per_rank))
 
     def namespace(self) -> SimpleNamespace:
         """What mlx-lm's functions take as `args`: a copy that they may change, without features that are not set."""
@@ -303,9 +319,9 @@ def _check_together(config: TrainConfig) -> None:
     """Refuse values that are right alone and wrong together."""
     if not config.train and not config.test:
         raise ConfigError("Neither train nor test is asked for, so there is nothing to do. Give --train or --test.")
-    if config.stages is not None and config.layers is not None and len(config.layers) != config.stages:
-        counts, entries = ",".join(map(str, config.layers)), len(config.layers)
-        raise ConfigError(f"--layers {counts} has {entries} entries for --stages {config.stages}. Give one a stage.")
+    each = config.stages_on_each_rank
+    if config.layers is not None:
+        _check_layers(config, config.layers, each)
     if config.microbatches is not None and config.microbatches > config.batch_size:
         asked = f"a batch of {config.batch_size} into {config.microbatches} microbatches"
         raise ConfigError(f"Cannot cut {asked}. Use --microbatches between 1 and {config.batch_size}.")
@@ -313,3 +329,12 @@ def _check_together(config: TrainConfig) -> None:
         raise ConfigError("grad_checkpoint asks for --recompute layer, but recompute is none. Give one of the two.")
     if config.resume_adapter_file is not None and not Path(config.resume_adapter_file).is_file():
         raise ConfigError(f"There is no file {config.resume_adapter_file}, which --resume-adapter-file names.")
+
+
+def _check_layers(config: TrainConfig, layers: tuple[int, ...], each: int) -> None:
+    counts, entries = ",".join(map(str, layers)), len(layers)
+    if config.stages is not None and entries != config.stages * each:
+        expected = "one a stage" if each == 1 else f"{config.stages * each}, {each} for each"
+        raise ConfigError(f"--layers {counts} has {entries} entries for --stages {config.stages}. Give {expected}.")
+    if entries % each:
+        raise ConfigError(f"--layers {counts} has {entries} entries. Give {each} for each rank of {config.schedule}.")

@@ -19,6 +19,8 @@ from pptrain.errors import ConfigError
 from pptrain.job import Done, execute, vocabulary_size
 from pptrain.recipe import load_base, make_optimizer, prepare_training
 from pptrain.reference import OneDevice
+from pptrain.schedule import Schedule
+from pptrain.simulate import simulate
 from pptrain.timeline import bubble_share, draw
 from pptrain.train import Run
 
@@ -33,7 +35,7 @@ def run(options: Sequence[str]) -> int:
         raise ConfigError(f"[demo] The demo runs in one process, not over {config.transport}. Leave out --transport.")
     print(f"Writing a small llama, a byte-level tokenizer and a small data set to {DIRECTORY}/", flush=True)
     write_demo(DIRECTORY)
-    stages = len(config.layers) if config.layers else config.stages or 1
+    stages = config.num_ranks(1) * config.stages_on_each_rank
     print(f"Training {config.fine_tune_type} over {stages} stages with {config.schedule}, in one process.", flush=True)
     done = execute(config)
     _show_timeline(config, done)
@@ -42,13 +44,16 @@ def run(options: Sequence[str]) -> int:
 
 
 def _show_timeline(config: TrainConfig, done: Done) -> None:
-    spans = done.pipeline.spans
-    lists = [[span.action for span in spans[rank]] for rank in sorted(spans)]
-    p, m = done.pipeline.num_stages, len({span.action.microbatch for span in spans[0]})
-    ideal = (p - 1) / (m + p - 1)
-    print(f"\nThe last step as it ran ({config.schedule}, {p} stages, {m} microbatches; a dot is a bubble):\n")
-    print(draw(lists, p))
-    print(f"\nBubble share {bubble_share(spans):.0%} by the ranks' clocks; {ideal:.0%} with equal stages.")
+    spans, placement = done.pipeline.spans, done.pipeline.placement
+    m = len({span.action.microbatch for span in spans[0]})
+    lists = tuple(tuple(span.action for span in spans[rank]) for rank in sorted(spans))
+    ran = Schedule(config.schedule, m, placement, lists)
+    sizes = f"{len(placement)} stages, {m} microbatches"
+    print(f"\nThe last step as it ran ({config.schedule}, {sizes}; a dot is a bubble):\n")
+    print(draw(ran))
+    print(
+        f"\nBubble share {bubble_share(spans):.0%} by the ranks' clocks; {simulate(ran).bubble:.0%} with equal stages."
+    )
 
 
 def _on_one_device(config: TrainConfig) -> tuple[OneDevice, optim.Optimizer, list[float]]:

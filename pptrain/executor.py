@@ -13,11 +13,13 @@ import mlx.core as mx
 
 from pptrain.errors import ScheduleError
 from pptrain.model import Boundary, Specs
-from pptrain.program import Message, Placement, Program, Receive, Send
-from pptrain.schedule import Action, Span
+from pptrain.program import Message, Program, Receive, Send
+from pptrain.schedule import Action, Placement
+from pptrain.simulate import Span
 from pptrain.stage import Parts, Stage, Work
+from transports import BufferReceive, Task, Transport
 from transports import Receive as Incoming
-from transports import Task, Transport
+from transports.buffers import bytes_of, fill, poisoned
 
 
 def materialize(*trees: Any) -> None:
@@ -38,7 +40,7 @@ class Executor:
     ) -> None:
         self._program, self._stages, self._placement, self._transport = program, stages, placement, transport
         self._keep = keep
-        self._incoming = dict[Message, list[Incoming]]()
+        self._incoming = dict[Message, Sequence[Incoming]]()
         self._outgoing = dict[Message, Boundary]()
         self._received = set[Message]()
         self.spans = list[Span]()
@@ -95,7 +97,7 @@ class Executor:
         # Only the outputs: the backward's parts of the same graph wait for their own actions.
         mx.eval(*outputs)
         if not stage.is_last:
-            self._outgoing[Message(stage.stage, "F", work.index)] = outputs
+            self._hand_over(Message(stage.stage, "F", work.index), outputs)
 
     def _cotangents(self, stage: Stage, action: Action) -> Boundary:
         if stage.is_last or not stage.trains:
@@ -105,17 +107,32 @@ class Executor:
     def _hand_down(self, stage: Stage, action: Action) -> None:
         if stage.passes_cotangent:
             cotangents = stage.take_input_cotangents(action.microbatch)
-            self._outgoing[Message(stage.stage, "B", action.microbatch)] = cotangents
+            self._hand_over(Message(stage.stage, "B", action.microbatch), cotangents)
 
-    def _expect(self, message: Message, works: Sequence[Work]) -> list[Incoming]:
+    def _hand_over(self, message: Message, arrays: Boundary) -> None:
+        """Keep what the transport will be given to send; what another stage of this rank needs is there at once."""
+        if self._placement[message.to_stage] != self._transport.rank:
+            self._outgoing[message] = arrays
+            return
+        self._received.add(message)
+        if message in self._incoming:  # built into a graph already, as cotangents are
+            for incoming, array in zip(self._incoming[message], arrays, strict=True):
+                fill(incoming.array, bytes_of(array))
+        else:
+            self._incoming[message] = [BufferReceive(array, self._transport.rank, str(message)) for array in arrays]
+
+    def _expect(self, message: Message, works: Sequence[Work]) -> Sequence[Incoming]:
         """The receives of a message, made when somebody first needs its arrays."""
         if message not in self._incoming:
-            source, label = self._placement[message.stage], str(message)
-            self._incoming[message] = [
-                self._transport.receive(spec.shape, spec.dtype, source, label)
-                for spec in self._specs(message, works[message.microbatch])
-            ]
+            specs = self._specs(message, works[message.microbatch])
+            self._incoming[message] = [self._receive(message, spec.shape, spec.dtype) for spec in specs]
         return self._incoming[message]
+
+    def _receive(self, message: Message, shape: Sequence[int], dtype: mx.Dtype) -> Incoming:
+        source, label = self._placement[message.stage], str(message)
+        if source == self._transport.rank:
+            return BufferReceive(poisoned(shape, dtype), source, label)
+        return self._transport.receive(shape, dtype, source, label)
 
     def _specs(self, message: Message, work: Work) -> Specs:
         stage = self._stages[message.to_stage]

@@ -121,8 +121,8 @@ def cut_sizes(config: TrainConfig, world: World, num_layers: int) -> tuple[int, 
         PartitionError: If the layers cannot be divided so.
     """
     if config.layers is not None:
-        return partition.explicit(num_layers, config.layers, config.stages)
-    return partition.even(num_layers, config.stages or world.world_size)
+        return partition.explicit(num_layers, config.layers)
+    return partition.even(num_layers, config.num_ranks(world.world_size) * config.stages_on_each_rank)
 
 
 def make_pipeline(config: TrainConfig, loaded: Loaded, sizes: Sequence[int], world: World) -> Pipeline:
@@ -131,6 +131,7 @@ def make_pipeline(config: TrainConfig, loaded: Loaded, sizes: Sequence[int], wor
         loaded.model,
         layers=sizes,
         schedule=config.schedule,
+        stages_per_rank=config.stages_per_rank,
         transport=world,
         recompute=config.recompute,
         seed=config.seed,
@@ -174,7 +175,7 @@ def _open(config: TrainConfig) -> World:
                 "[transport] loopback runs every stage in one process, but a launcher has started several over "
                 f"{launched}. Leave out --transport, or start one process without mlx.launch."
             )
-        return LoopbackWorld(len(config.layers) if config.layers else config.stages or 1)
+        return LoopbackWorld(config.num_ranks(1))
     return open_world(name, check_messages=config.check_messages, timeout_seconds=config.timeout)
 
 

@@ -86,6 +86,12 @@ def to_tree(leaves: Mapping[str, mx.array]) -> Any:
     return tree_unflatten(list(leaves.items())) if leaves else {}
 
 
+def add_stage(grads: Grads, more: Mapping[str, mx.array]) -> None:
+    """Add a stage's gradients to those of the rank's stages before it; two of them may share a parameter."""
+    for name, grad in more.items():
+        grads[name] = grads[name] + grad if name in grads else grad
+
+
 def add_shared(transport: Transport, own: Grads, ranks: Sequence[int], name: str, template: mx.array) -> Task[None]:
     """Give every rank that holds a shared parameter the sum of all their gradients for it, the same bits on all.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar, get_args
@@ -19,10 +19,23 @@ from pptrain.errors import ConfigError
 from pptrain.executor import Executor, materialize
 from pptrain.microbatch import Microbatch, TokenLoss, count_tokens, cross_entropy, cut, kept_random_state
 from pptrain.model import Slot, find_layers, find_slots, has_dropout, trainable_names
-from pptrain.optimizer import Grads, add_shared, add_up, check_finite, clip, global_norm, square_sum, to_tree, update
+from pptrain.optimizer import (
+    Grads,
+    add_shared,
+    add_stage,
+    add_up,
+    check_finite,
+    clip,
+    global_norm,
+    square_sum,
+    to_tree,
+    update,
+)
 from pptrain.program import Program, lower
 from pptrain.reference import Result, StepResult, number
-from pptrain.schedule import Action, Span, StageSchedule, find_schedule, forward_only, unroll
+from pptrain.registry import count_stages_per_rank, find_schedule
+from pptrain.schedule import Builder, Placement, Schedule, forward_only, stages_of
+from pptrain.simulate import Span
 from pptrain.stage import Cut, Recompute, Stage, Work
 from transports import LoopbackWorld, Task, Transport, Wait, World, open_world
 
@@ -49,9 +62,11 @@ class Pipeline:
     Args:
         model: An mlx-lm model, its weights lazy or not, LoRA put on already. Its current parameters are read at each
             call.
-        num_stages: Into how many stages; one, or with a transport the number of its ranks, where it is not given.
-        layers: An explicit cut: layers of each stage.
-        schedule: A name of `pptrain.schedule.SCHEDULES`, or a function like those.
+        num_stages: Over how many ranks; one, or with a transport the number of its ranks, where it is not given. Each
+            has as many stages as the schedule gives it: one, or several that the model passes through in turn.
+        layers: An explicit cut: layers of each stage, of all ranks' stages in forward order.
+        schedule: A name of `pptrain.registry.SCHEDULES`, or a function like those.
+        stages_per_rank: For schedules that take any number (`interleaved`).
         transport: `loopback`, `ring`, `jaccl`, or a `transports.World`.
         recompute: What is run again in the backward instead of being kept: nothing, each layer, or the whole stage.
         loss: Token losses of logits and targets.
@@ -71,7 +86,8 @@ class Pipeline:
         num_stages: int | None = None,
         *,
         layers: Sequence[int] | None = None,
-        schedule: str | StageSchedule = "1f1b",
+        schedule: str | Builder = "1f1b",
+        stages_per_rank: int | None = None,
         transport: str | World = "loopback",
         recompute: Recompute = "none",
         loss: TokenLoss = cross_entropy,
@@ -80,15 +96,16 @@ class Pipeline:
     ) -> None:
         self.model = model
         world = transport if isinstance(transport, World) else None
+        self._schedule = find_schedule(schedule, stages_per_rank) if isinstance(schedule, str) else schedule
+        each = count_stages_per_rank(self._schedule)
+        default = len(layers) // each if layers is not None else world.world_size if world else 1
+        self.num_ranks = default if num_stages is None else num_stages
         num_layers = len(find_layers(model))
-        default = len(layers) if layers is not None else world.world_size if world else 1
-        self.num_stages = default if num_stages is None else num_stages
         self.layers = (
-            partition.even(num_layers, self.num_stages)
+            partition.even(num_layers, self.num_ranks * each)
             if layers is None
-            else partition.explicit(num_layers, layers, num_stages)
+            else partition.explicit(num_layers, layers, self.num_ranks * each)
         )
-        self._schedule = find_schedule(schedule) if isinstance(schedule, str) else schedule
         if recompute not in get_args(Recompute):
             expected = ", ".join(get_args(Recompute))
             raise ConfigError(
@@ -96,13 +113,13 @@ class Pipeline:
             )
         self._recompute: Recompute = recompute
         self._loss, self._seed, self._compile = loss, seed, compile
-        self.world = world or _open(transport, self.num_stages)
-        if self.world.world_size != self.num_stages:
+        self.world = world or _open(transport, self.num_ranks)
+        if self.world.world_size != self.num_ranks:
             raise ConfigError(
-                f"[stages] {self.num_stages} stages were asked for, but the transport has {self.world.world_size} "
+                f"[stages] {self.num_ranks} stages were asked for, but the transport has {self.world.world_size} "
                 "ranks. Expected one rank for each stage. Start as many processes as stages, or change --stages."
             )
-        self.placement = tuple(range(self.num_stages))
+        self.placement: Placement = self._schedule(self.num_ranks, 1).placement
         self.num_steps = 0
         """Steps taken; part of what dropout masks depend on."""
         self._cut: Cut | None = None
@@ -171,7 +188,7 @@ class Pipeline:
         Nothing is kept, and parameters, optimizer and random state stay as they are.
         """
         with _evaluation_mode(self.model):
-            done = self._run(microbatches, forward_only, keep=False, step=0, num_tokens=1)
+            done = self._run(microbatches, self._forwards, keep=False, step=0, num_tokens=1)
         return add_up(done.losses)
 
     @property
@@ -184,8 +201,8 @@ class Pipeline:
         return self._stages[stage]
 
     def own_names(self, rank: int) -> list[str]:
-        """Every parameter, frozen or not, that a rank's stage reads; known after the first call or `load`."""
-        return self._known.used(self._sites(rank))
+        """Every parameter, frozen or not, that a rank's stages read; known after the first call or `load`."""
+        return self._known.used(self._sites_of(rank))
 
     def load(self) -> None:
         """Read the local stages' own weights, and nothing else, from disk."""
@@ -202,7 +219,7 @@ class Pipeline:
         """A number of each rank's process, known to all."""
 
         def task(transport: Transport) -> Task[list[float]]:
-            mine = [value if rank == transport.rank else 0.0 for rank in range(self.num_stages)]
+            mine = [value if rank == transport.rank else 0.0 for rank in range(self.num_ranks)]
             numbers = transport.all_sum(mx.array(mine), "a number of each rank")
             yield numbers
             return [float(number) for number in np.asarray(numbers.array)]
@@ -211,7 +228,7 @@ class Pipeline:
 
     def gather(self) -> dict[str, mx.array]:
         """All trained parameters on the first rank; elsewhere those of this rank and of the ranks above."""
-        held = [self.trained_by(rank) for rank in range(self.num_stages)]
+        held = [self.trained_by(rank) for rank in range(self.num_ranks)]
         return self.run(lambda transport: gather(transport, self.slots, held))[0]
 
     def trained_by(self, rank: int) -> list[str]:
@@ -223,8 +240,11 @@ class Pipeline:
     def _differentiate(self, microbatches: Sequence[Microbatch], step: int) -> _Pass:
         return self._run(microbatches, self._schedule, keep=True, step=step, num_tokens=count_tokens(microbatches))
 
+    def _forwards(self, _: int, num_microbatches: int) -> Schedule:
+        return forward_only(self.placement, num_microbatches)
+
     def _run(
-        self, microbatches: Sequence[Microbatch], schedule: StageSchedule, keep: bool, step: int, num_tokens: int
+        self, microbatches: Sequence[Microbatch], schedule: Builder, keep: bool, step: int, num_tokens: int
     ) -> _Pass:
         self._prepare()
         count = mx.array(num_tokens, mx.float32)
@@ -241,15 +261,19 @@ class Pipeline:
 
     def _task(self, transport: Transport, program: Program, works: Sequence[Work], keep: bool) -> Task[_Pass]:
         rank = transport.rank
-        stage = self._stages[rank]
-        stage.begin_step()
-        executor = Executor(program, {rank: stage}, self.placement, transport, keep)
+        stages = {stage: self._stages[stage] for stage in stages_of(self.placement, rank)}
+        for stage in stages.values():
+            stage.begin_step()
+        executor = Executor(program, stages, self.placement, transport, keep)
         yield from executor.run(works)
-        grads = dict(stage.grads)
+        grads: Grads = {}
+        for stage in stages.values():
+            add_stage(grads, stage.grads)
         if keep:
             self.spans[rank] = executor.spans
             yield from self._complete(transport, grads)
-        losses, squares = yield from self._summary(transport, stage, grads, len(works), keep)
+        shares = {j: loss for stage in stages.values() for j, loss in stage.losses.items()}
+        losses, squares = yield from self._summary(transport, shares, grads, len(works), keep)
         return _Pass(losses, squares, grads)
 
     def _complete(self, transport: Transport, grads: Grads) -> Task[None]:
@@ -262,12 +286,12 @@ class Pipeline:
                 grads[name] = mx.zeros(template.shape, mx.float32)
 
     def _summary(
-        self, transport: Transport, stage: Stage, grads: Grads, num_microbatches: int, keep: bool
+        self, transport: Transport, shares: Mapping[int, mx.array], grads: Grads, num_microbatches: int, keep: bool
     ) -> Generator[Wait, None, tuple[NDArray[np.float32], NDArray[np.float32]]]:
         """Losses and squared norms of all leaves, known to all: each is one rank's, and zeros elsewhere add nothing."""
         names = self._known.trainable if keep else ()
         zero = mx.array(0.0)
-        losses = [stage.losses.get(j, zero) for j in range(num_microbatches)]
+        losses = [shares.get(j, zero) for j in range(num_microbatches)]
         held = [name in grads and self._holders[name][0] == transport.rank for name in names]
         squares = [square_sum(grads[name]) if mine else zero for name, mine in zip(names, held, strict=True)]
         summed = transport.all_sum(mx.stack([*losses, *squares]), "losses and norms")
@@ -296,8 +320,8 @@ class Pipeline:
                 self._cut = cut = Cut.of(self.model, mx.zeros(_SAMPLE, mx.int32), self._loss, compile)
             self._cut_key = key
             self._holders = {name: self._ranks_that_read(cut, name) for name in cut.trainable}
-            ranks = self.world.local_ranks
-            self._stages = {rank: Stage(cut, rank, self._ranges[rank], self._recompute) for rank in ranks}
+            local = [stage for stage, rank in enumerate(self.placement) if rank in self.world.local_ranks]
+            self._stages = {stage: Stage(cut, stage, self._ranges[stage], self._recompute) for stage in local}
             self._programs.clear()
 
     @property
@@ -308,25 +332,29 @@ class Pipeline:
         layers = self._ranges[stage]
         return range(layers.start + 1 if stage else 0, layers.stop + 1)
 
+    def _sites_of(self, rank: int) -> list[int]:
+        return [site for stage in stages_of(self.placement, rank) for site in self._sites(stage)]
+
     def _ranks_that_read(self, cut: Cut, name: str) -> list[int]:
         """Ascending; a trainable parameter that none reads is the first rank's."""
         uses = cut.trace.uses
-        ranks = [r for r in range(self.num_stages) if any(name in uses[site] for site in self._sites(r))]
+        ranks = [r for r in range(self.num_ranks) if any(name in uses[site] for site in self._sites_of(r))]
         return ranks or [0]
 
-    def _lowered(self, schedule: StageSchedule, num_microbatches: int) -> tuple[Program, ...]:
-        key = (schedule, num_microbatches)
+    def _lowered(self, builder: Builder, num_microbatches: int) -> tuple[Program, ...]:
+        key = (builder, num_microbatches)
         if key not in self._programs:
-            actions: dict[int, list[Action]] = unroll(schedule, self.num_stages, num_microbatches)
-            passing = {s for s in range(1, self.num_stages) if self._known.first_trained_site < self._sites(s).start}
+            schedule = builder(self.num_ranks, num_microbatches)
+            stages = range(1, len(self.placement))
+            passing = {s for s in stages if self._known.first_trained_site < self._sites(s).start}
             lanes = self.world.transport(self.world.local_ranks[0]).lanes
-            self._programs[key] = lower(actions, self.placement, lanes, passing)
+            self._programs[key] = lower(schedule, lanes, passing)
         return self._programs[key]
 
 
-def _open(name: str | World, num_stages: int) -> World:
+def _open(name: str | World, num_ranks: int) -> World:
     if name == "loopback":
-        return LoopbackWorld(num_stages)
+        return LoopbackWorld(num_ranks)
     assert isinstance(name, str)
     return open_world(name)
 

@@ -11,15 +11,13 @@ action that needs it, or before a message behind it on the same link has to be r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pptrain.schedule import Action, Kind, Span, spans
+from pptrain.schedule import Action, Kind, Placement, Schedule
+from pptrain.simulate import Span, simulate
 from transports import Lanes
-
-Placement = Sequence[int]
-"""The rank of each stage."""
 
 Carried = Literal["F", "B"]
 """What a message carries: a boundary going forward, or a cotangent going backward."""
@@ -70,14 +68,11 @@ Program = list[Instruction]
 _PRODUCED: dict[Kind, Carried | None] = {"F": "F", "B": "B", "I": "B", "W": None}
 
 
-def lower(
-    actions: Mapping[int, Sequence[Action]], placement: Placement, lanes: Lanes, cotangents: Collection[int]
-) -> tuple[Program, ...]:
+def lower(schedule: Schedule, lanes: Lanes, cotangents: Collection[int]) -> tuple[Program, ...]:
     """Put sends and receives into a schedule.
 
     Args:
-        actions: Each rank's actions, in order.
-        placement: The rank of each stage.
+        schedule: Each rank's actions, in order.
         lanes: How the transport communicates.
         cotangents: Stages whose cotangent somebody below needs; the others send none (nothing below them trains).
 
@@ -87,11 +82,10 @@ def lower(
     Raises:
         ScheduleError: If the actions cannot be run in their order.
     """
-    lists = [actions.get(rank, ()) for rank in range(max(placement) + 1)]
-    ran = spans(lists, len(placement))  # Whatever the lanes, this is where a schedule that cannot run is found.
+    timing = simulate(schedule)  # Whatever the lanes, this is where a schedule that cannot run is found.
     if lanes == "single":
-        return _single_lane(ran, len(lists), placement, cotangents)
-    return _directional(lists, placement, cotangents)
+        return _single_lane(timing.spans, schedule.num_ranks, schedule.placement, cotangents)
+    return _directional(schedule.actions, schedule.placement, cotangents)
 
 
 def produced(action: Action, placement: Placement, cotangents: Collection[int]) -> Message | None:

@@ -1,20 +1,22 @@
-"""Schedules as data: pure functions that return each stage's actions, in order.
+"""Schedules as data: pure functions that return what each rank does, in order.
 
-An action prints as `2F0`: stage 2, forward, microbatch 0. A schedule stands once, as a list, and is run, timed, drawn
-and tested from that list.
+An action prints as `2F0`: stage 2, forward, microbatch 0. A schedule stands once, as a value, and is run, timed, drawn
+and tested from that value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal
 
-from pptrain.errors import ConfigError, ScheduleError
+from pptrain.errors import ScheduleError
 
 Kind = Literal["F", "B", "I", "W"]
 """Forward; whole backward; its input part; its weight part."""
+
+Placement = tuple[int, ...]
+"""The rank of each stage."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -29,26 +31,78 @@ class Action:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-StageSchedule = Callable[[int, int, int], list[Action]]
-"""`schedule(stage, num_stages, num_microbatches)`: the actions of one stage, in order."""
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Which stages each rank holds, and what it does with them, in order."""
+
+    name: str
+    num_microbatches: int
+    placement: Placement
+    actions: tuple[tuple[Action, ...], ...]
+    """One list for each rank."""
+
+    @property
+    def num_ranks(self) -> int:
+        """P of the formulas where each rank has one stage."""
+        return len(self.actions)
+
+    @property
+    def num_stages(self) -> int:
+        """Of all ranks together."""
+        return len(self.placement)
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, ascending."""
+        return stages_of(self.placement, rank)
 
 
-def sequential(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
+Builder = Callable[[int, int], Schedule]
+"""`builder(num_ranks, num_microbatches)`: the schedule for so many."""
+
+
+def stages_of(placement: Placement, rank: int) -> tuple[int, ...]:
+    """The stages that a rank holds, ascending."""
+    return tuple(stage for stage, holder in enumerate(placement) if holder == rank)
+
+
+def loop(num_ranks: int, stages_per_rank: int = 1) -> Placement:
+    """Stage s on rank s % P: once through all ranks, or again and again."""
+    return tuple(range(num_ranks)) * stages_per_rank
+
+
+def vee(num_ranks: int) -> Placement:
+    """Two stages a rank, down the ranks and back up: stage s on rank s, and from P on, on rank 2P - 1 - s."""
+    return (*range(num_ranks), *reversed(range(num_ranks)))
+
+
+def check_sizes(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> None:
+    """Every schedule takes any number of ranks and microbatches, from 1.
+
+    Raises:
+        ScheduleError: If one is below 1.
+    """
+    sizes = {"ranks": num_ranks, "microbatches": num_microbatches, "stages a rank": stages_per_rank}
+    for noun, size in sizes.items():
+        if size < 1:
+            raise ScheduleError(f"[schedule] {name} was asked for {size} {noun}. Expected at least 1.")
+
+
+def sequential(num_ranks: int, num_microbatches: int) -> Schedule:
     """One microbatch at a time, all the way down and back: what is done without a pipeline.
 
-    Holds the residuals of 1 microbatch. With 3 stages and 2 microbatches::
+    Holds the residuals of 1 microbatch. With 3 ranks and 2 microbatches::
 
         stage 0   F0 .  .  .  .  B0 F1 .  .  .  .  B1
         stage 1   .  F0 .  .  B0 .  .  F1 .  .  B1 .
         stage 2   .  .  F0 B0 .  .  .  .  F1 B1 .  .
     """
-    return [Action(stage, kind, j) for j in range(num_microbatches) for kind in ("F", "B")]
+    return straight("sequential", num_ranks, num_microbatches, lambda stage, m: alternating(stage, m, 0))
 
 
-def gpipe(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
+def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards.
 
-    Holds the residuals of all `num_microbatches`. With 3 stages and 3 microbatches::
+    Holds the residuals of all `num_microbatches`. With 3 ranks and 3 microbatches::
 
         stage 0   F0 F1 F2 .  .  .  .  B0 B1 B2
         stage 1   .  F0 F1 F2 .  .  B0 B1 B2 .
@@ -57,13 +111,13 @@ def gpipe(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
     Source: Huang et al. 2019, https://arxiv.org/abs/1811.06965; backwards here go in ascending order, so that gradients
     are added in the order of one device.
     """
-    return _forwards(stage, num_microbatches) + _backwards(stage, num_microbatches)
+    return straight("gpipe", num_ranks, num_microbatches, lambda stage, m: alternating(stage, m, m))
 
 
-def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """Warmup, then one forward and one backward in turn, then cooldown.
 
-    Holds the residuals of at most `num_stages - stage` microbatches. With 4 stages and 4 microbatches::
+    Stage s holds the residuals of at most `num_ranks - s` microbatches. With 4 ranks and 4 microbatches::
 
         stage 0   F0 F1 F2 F3 .  .  .  B0 .  B1 .  B2 .  B3      warmup 3
         stage 1   .  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3 .       warmup 2
@@ -72,42 +126,44 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> list[Acti
 
     Source: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473
     """
-    forwards, backwards = _forwards(stage, num_microbatches), _backwards(stage, num_microbatches)
-    warmup = min(num_stages - 1 - stage, num_microbatches)
-    steady = num_microbatches - warmup
-    pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
-    return forwards[:warmup] + [action for pair in pairs for action in pair] + backwards[steady:]
+    return straight("1f1b", num_ranks, num_microbatches, lambda stage, m: alternating(stage, m, num_ranks - 1 - stage))
 
 
-def forward_only(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """Evaluation: forwards and nothing kept::
+def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
+    """Evaluation: forwards and nothing kept, wherever the stages lie::
 
-    stage 0   F0 F1 F2 .
-    stage 1   .  F0 F1 F2
+        stage 0   F0 F1 F2 .
+        stage 1   .  F0 F1 F2
+
+    In the order of stage + microbatch, in which every forward comes after those that it needs.
     """
-    return _forwards(stage, num_microbatches)
+    every = [Action(stage, "F", j) for stage in range(len(placement)) for j in range(num_microbatches)]
+    every.sort(key=lambda action: (action.stage + action.microbatch, -action.stage))
+    return spread("forward", num_microbatches, placement, every)
 
 
-SCHEDULES: dict[str, StageSchedule] = {"sequential": sequential, "gpipe": gpipe, "1f1b": one_f_one_b}
-"""Training schedules by the name that `--schedule` takes."""
+def straight(name: str, num_ranks: int, num_microbatches: int, row: Callable[[int, int], Iterable[Action]]) -> Schedule:
+    """A schedule of one stage a rank from `row(stage, num_microbatches)`, that stage's actions."""
+    check_sizes(name, num_ranks, num_microbatches)
+    rows = tuple(tuple(row(stage, num_microbatches)) for stage in range(num_ranks))
+    return Schedule(name, num_microbatches, loop(num_ranks), rows)
 
 
-def find_schedule(name: str) -> StageSchedule:
-    """The schedule of that name.
-
-    Raises:
-        ConfigError: If there is none; the message has the nearest names.
-    """
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    near = get_close_matches(name, SCHEDULES, n=2, cutoff=0.3)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    raise ConfigError(f"[schedule] Unknown schedule {name!r}. Expected one of {', '.join(SCHEDULES)}.{hint}")
+def spread(name: str, num_microbatches: int, placement: Placement, sequence: Sequence[Action]) -> Schedule:
+    """A schedule from one sequence of all actions, of which each rank does its own."""
+    rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    for action in sequence:
+        rows[placement[action.stage]].append(action)
+    return Schedule(name, num_microbatches, placement, tuple(map(tuple, rows)))
 
 
-def unroll(schedule: StageSchedule, num_stages: int, num_microbatches: int) -> dict[int, list[Action]]:
-    """The actions of every stage."""
-    return {stage: schedule(stage, num_stages, num_microbatches) for stage in range(num_stages)}
+def alternating(stage: int, num_microbatches: int, warmup: int) -> list[Action]:
+    """So many forwards, then one forward and one backward in turn, then the backwards that are left."""
+    forwards = [Action(stage, "F", j) for j in range(num_microbatches)]
+    backwards = [Action(stage, "B", j) for j in range(num_microbatches)]
+    warmup = min(warmup, num_microbatches)
+    steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
+    return forwards[:warmup] + steady + backwards[num_microbatches - warmup :]
 
 
 def needs(action: Action, num_stages: int, done: Container[Action]) -> list[Action]:
@@ -127,66 +183,3 @@ def needs(action: Action, num_stages: int, done: Container[Action]) -> list[Acti
 def _backward_of(stage: int, microbatch: int, done: Container[Action]) -> Action:
     split = Action(stage, "I", microbatch)
     return split if split in done else Action(stage, "B", microbatch)
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """When an action ran, in any unit of time."""
-
-    action: Action
-    start: float
-    end: float
-
-
-UNIT_COSTS: Mapping[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""What F, B, I and W are taken to cost where nothing was measured: the input and weight parts as much as a forward."""
-
-
-def spans(lists: Sequence[Sequence[Action]], num_stages: int, costs: Mapping[Kind, float] = UNIT_COSTS) -> list[Span]:
-    """Run every list in order, each action as early as it can, and say when each ran, ordered by start.
-
-    Args:
-        lists: One list of actions for each rank.
-        num_stages: How many stages the lists speak of together.
-        costs: Duration of each kind.
-
-    Raises:
-        ScheduleError: If no list can go on: an action waits for one that never comes, or that stands behind it.
-    """
-    ends, heads, free, ran = dict[Action, float](), [0] * len(lists), [0.0] * len(lists), list[Span]()
-
-    def start_of(rank: int) -> float | None:
-        if heads[rank] == len(lists[rank]):
-            return None
-        before = needs(lists[rank][heads[rank]], num_stages, ends)
-        return max([free[rank], *(ends[a] for a in before)]) if all(a in ends for a in before) else None
-
-    for _ in range(sum(map(len, lists))):
-        starts = [(start, rank) for rank in range(len(lists)) if (start := start_of(rank)) is not None]
-        if not starts:
-            raise ScheduleError(_stuck(lists, heads))
-        start, rank = min(starts)
-        action = lists[rank][heads[rank]]
-        heads[rank] += 1
-        free[rank] = ends[action] = start + costs[action.kind]
-        ran.append(Span(action, start, free[rank]))
-    return ran
-
-
-def _stuck(lists: Sequence[Sequence[Action]], heads: Sequence[int]) -> str:
-    stand = [
-        f"rank {r} stands at {actions[h]} (action {h})"
-        for r, (actions, h) in enumerate(zip(lists, heads, strict=True))
-        if h < len(actions)
-    ]
-    return (
-        "[schedule] No rank can go on:\n  " + "\n  ".join(stand) + "\nEvery action needs those before it to have run."
-    )
-
-
-def _forwards(stage: int, num_microbatches: int) -> list[Action]:
-    return [Action(stage, "F", j) for j in range(num_microbatches)]
-
-
-def _backwards(stage: int, num_microbatches: int) -> list[Action]:
-    return [Action(stage, "B", j) for j in range(num_microbatches)]

@@ -11,7 +11,7 @@ parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -126,7 +126,7 @@ class Cut:
         """One more than layers."""
         return len(self.trace.uses)
 
-    def used(self, sites: range) -> list[str]:
+    def used(self, sites: Iterable[int]) -> list[str]:
         """Names of all parameters that these sites read, in tree order."""
         names = frozenset[str]().union(*(self.trace.uses[site] for site in sites))
         return [name for name in self.slots if name in names]

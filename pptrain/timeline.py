@@ -1,32 +1,34 @@
-"""Draws what ran: one row a stage, one column a slot, bubbles as dots."""
+"""Draws what ran: one row a rank, one column a slot, bubbles as dots."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pptrain.schedule import Action, Kind, Span, spans
+from pptrain.schedule import Action, Schedule
+from pptrain.simulate import Costs, Span, simulate
 
-_SLOTS: Mapping[Kind, float] = {"F": 1.0, "B": 1.0, "I": 1.0, "W": 1.0}
+_SLOTS = Costs({"F": 1.0, "B": 1.0, "I": 1.0, "W": 1.0})
 
 
-def draw(lists: Sequence[Sequence[Action]], num_stages: int) -> str:
+def draw(schedule: Schedule) -> str:
     """The order in which actions ran, each in one slot, as early as what it needs allows::
 
         stage 0   F0 F1 .  .  B0 B1
         stage 1   .  F0 F1 B0 B1 .
 
-    Args:
-        lists: Each rank's actions, in the order that they ran.
-        num_stages: How many stages there are.
+    Where ranks hold several stages, a row is a rank and a cell has its stage in front, as `3F0`.
     """
-    placed = spans(lists, num_stages, _SLOTS)
-    length = int(max((span.end for span in placed), default=0))
-    width = max((len(_cell(span.action)) for span in placed), default=1)
-    rows = [["."] * length for _ in range(num_stages)]
-    for span in placed:
-        rows[span.action.stage][int(span.start)] = _cell(span.action)
+    is_one_each = schedule.num_stages == schedule.num_ranks
+    placed = simulate(schedule, _SLOTS)
+    length = int(placed.makespan)
+    rows = [["."] * length for _ in range(schedule.num_ranks)]
+    for span in placed.spans:
+        action = span.action
+        rows[schedule.placement[action.stage]][int(span.start)] = _cell(action) if is_one_each else str(action)
+    width = max((len(cell) for row in rows for cell in row), default=1)
+    noun = "stage" if is_one_each else "rank"
     return "\n".join(
-        f"stage {stage:<3} {' '.join(cell.ljust(width) for cell in row)}".rstrip() for stage, row in enumerate(rows)
+        f"{noun} {number:<3} {' '.join(cell.ljust(width) for cell in row)}".rstrip() for number, row in enumerate(rows)
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import mlx.core as mx
@@ -22,8 +22,10 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models import gemma3_text, llama, qwen3
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from pptrain.interleaved import interleaved
 from pptrain.microbatch import Microbatch
-from pptrain.schedule import SCHEDULES, Action, StageSchedule, one_f_one_b, unroll
+from pptrain.registry import SCHEDULES, count_stages_per_rank
+from pptrain.schedule import Action, Builder, Schedule, gpipe, loop, one_f_one_b, spread
 from transports import Lanes, LoopbackWorld
 
 VOCABULARY = 32
@@ -212,9 +214,10 @@ def trained_parts(draw: st.DrawFn, num_layers: int) -> tuple[tuple[int, ...], bo
 
 
 @st.composite
-def cuts(draw: st.DrawFn, num_layers: int, min_stages: int = 1) -> tuple[int, ...]:
+def cuts(draw: st.DrawFn, num_layers: int, min_ranks: int = 1, stages_per_rank: int = 1) -> tuple[int, ...]:
     """Any legal cut: layers of each stage."""
-    num_stages = draw(st.integers(min(min_stages, num_layers), num_layers))
+    most = num_layers // stages_per_rank
+    num_stages = draw(st.integers(min(min_ranks, most), most)) * stages_per_rank
     inner = st.integers(1, num_layers - 1) if num_layers > 1 else st.nothing()
     ends = draw(st.sets(inner, min_size=num_stages - 1, max_size=num_stages - 1))
     places = [0, *sorted(ends), num_layers]
@@ -295,14 +298,19 @@ def widths_apart() -> st.SearchStrategy[list[BatchCase]]:
 class RandomSchedule:
     """Any legal schedule: from all stages together, an action that can run is picked at random until none is left.
 
-    Microbatches go forward and backward in any order, each backward whole or in its two parts.
+    Microbatches go forward and backward in any order, each backward whole or in its two parts. Every rank has as many
+    stages, which lie anywhere.
     """
 
     seed: int
+    stages_per_rank: int = 1
 
-    def __call__(self, stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
-        """The actions of one stage."""
-        return [action for action in self.sequence(num_stages, num_microbatches) if action.stage == stage]
+    def __call__(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        """The schedule of that many."""
+        placement = list(loop(num_ranks, self.stages_per_rank))
+        if self.stages_per_rank > 1:
+            random.Random(f"{self.seed},{num_ranks}").shuffle(placement)
+        return spread("random", num_microbatches, tuple(placement), self.sequence(len(placement), num_microbatches))
 
     def sequence(self, num_stages: int, num_microbatches: int) -> list[Action]:
         """The actions of all stages, in the order in which they were picked."""
@@ -327,22 +335,28 @@ class RandomSchedule:
         return weights + below
 
 
-def one_f_one_i_w(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
+def one_f_one_i_w(num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B, each backward in its two parts, one right after the other."""
-    actions = one_f_one_b(stage, num_stages, num_microbatches)
-    return [part for action in actions for part in _parts(action)]
+    whole = one_f_one_b(num_ranks, num_microbatches)
+    rows = tuple(tuple(part for action in row for part in _parts(action)) for row in whole.actions)
+    return replace(whole, actions=rows)
 
 
-def one_f_one_i(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
+def one_f_one_i(num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B of input parts; all weight parts come at the end."""
-    parts = one_f_one_i_w(stage, num_stages, num_microbatches)
-    return [a for a in parts if a.kind != "W"] + [a for a in parts if a.kind == "W"]
+    parts = one_f_one_i_w(num_ranks, num_microbatches)
+    return replace(parts, actions=tuple(tuple(sorted(row, key=lambda a: a.kind == "W")) for row in parts.actions))
 
 
-def gpipe_descending(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
+def gpipe_descending(num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards, the last microbatch first."""
-    forwards = [Action(stage, "F", j) for j in range(num_microbatches)]
-    return forwards + [Action(stage, "B", j) for j in reversed(range(num_microbatches))]
+    whole, m = gpipe(num_ranks, num_microbatches), num_microbatches
+    return replace(whole, actions=tuple(row[:m] + row[m:][::-1] for row in whole.actions))
+
+
+def interleaved_by_3(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Three stages a rank."""
+    return interleaved(num_ranks, num_microbatches, 3)
 
 
 def _parts(action: Action) -> list[Action]:
@@ -351,7 +365,7 @@ def _parts(action: Action) -> list[Action]:
     return [Action(action.stage, "I", action.microbatch), Action(action.stage, "W", action.microbatch)]
 
 
-SPLIT: tuple[StageSchedule, ...] = (one_f_one_i_w, one_f_one_i)
+SPLIT: tuple[Builder, ...] = (one_f_one_i_w, one_f_one_i)
 
 
 def schedules() -> st.SearchStrategy[str]:
@@ -359,54 +373,40 @@ def schedules() -> st.SearchStrategy[str]:
     return st.sampled_from(sorted(SCHEDULES))
 
 
-def any_schedules() -> st.SearchStrategy[str | StageSchedule]:
-    """Schedules by name, those that split their backward or turn its order round, and random ones."""
+def any_schedules() -> st.SearchStrategy[str | Builder]:
+    """Schedules by name, those that split their backward or turn its order round, looped ones and random ones."""
     return st.one_of(
         schedules(),
-        st.sampled_from([*SPLIT, gpipe_descending]),
-        st.builds(RandomSchedule, st.integers(0, 2**16)),
+        st.sampled_from([*SPLIT, gpipe_descending, interleaved_by_3]),
+        st.builds(RandomSchedule, st.integers(0, 2**16), st.integers(1, 3)),
     )
-
-
-@dataclass(frozen=True)
-class PlacedSchedule:
-    """Each rank's actions, where a rank may have any stages."""
-
-    placement: tuple[int, ...]
-    num_microbatches: int
-    schedule: RandomSchedule
-    first_trained_stage: int
-    """Stages above it hand a cotangent down."""
-
-    @property
-    def actions(self) -> dict[int, list[Action]]:
-        """The actions of each rank, in order."""
-        sequence = self.schedule.sequence(len(self.placement), self.num_microbatches)
-        return {rank: [a for a in sequence if self.placement[a.stage] == rank] for rank in set(self.placement)}
-
-    @property
-    def cotangents(self) -> set[int]:
-        """Stages whose cotangent somebody below needs."""
-        return set(range(self.first_trained_stage + 1, len(self.placement)))
 
 
 @st.composite
-def placed_schedules(draw: st.DrawFn) -> PlacedSchedule:
-    """Random schedules of stages that lie anywhere; every rank has one at least."""
+def placed_schedules(draw: st.DrawFn) -> tuple[Schedule, set[int]]:
+    """Random schedules of stages that lie anywhere, and which stages hand a cotangent down; every rank has a stage."""
     num_ranks = draw(st.integers(1, 4))
     more = draw(st.lists(st.integers(0, num_ranks - 1), max_size=4))
     placement = tuple(draw(st.permutations([*range(num_ranks), *more])))
-    return PlacedSchedule(
-        placement,
-        draw(st.integers(1, 6)),
-        RandomSchedule(draw(st.integers(0, 2**16))),
-        draw(st.integers(0, len(placement))),
-    )
+    m = draw(st.integers(1, 6))
+    sequence = RandomSchedule(draw(st.integers(0, 2**16))).sequence(len(placement), m)
+    first_trained_stage = draw(st.integers(0, len(placement)))
+    return spread("random", m, placement, sequence), set(range(first_trained_stage + 1, len(placement)))
 
 
-def unrolled(schedule: str | StageSchedule, num_stages: int, num_microbatches: int) -> dict[int, list[Action]]:
-    """The actions of every stage, by name or function."""
-    return unroll(SCHEDULES[schedule] if isinstance(schedule, str) else schedule, num_stages, num_microbatches)
+def built(schedule: str | Builder, num_ranks: int, num_microbatches: int) -> Schedule:
+    """The schedule, by name or function."""
+    return builder_of(schedule)(num_ranks, num_microbatches)
+
+
+def builder_of(schedule: str | Builder) -> Builder:
+    """The function, by name or itself."""
+    return SCHEDULES[schedule] if isinstance(schedule, str) else schedule
+
+
+def most_residuals(actions: Sequence[Action]) -> int:
+    """The most microbatches between their forward and the end of their backward."""
+    return max(accumulate({"F": 1, "B": -1, "I": 0, "W": -1}[action.kind] for action in actions))
 
 
 def recompute_modes() -> st.SearchStrategy[str]:
@@ -478,33 +478,34 @@ class Case:
     layers: tuple[int, ...]
     batch: BatchCase
     num_microbatches: int
-    schedule: str | StageSchedule
+    schedule: str | Builder
     recompute: Literal["none", "layer", "stage"]
     world: WorldCase
     seed: int
 
     @property
-    def num_stages(self) -> int:
+    def num_ranks(self) -> int:
         """P of the formulas."""
-        return len(self.layers)
+        return len(self.layers) // count_stages_per_rank(builder_of(self.schedule))
 
 
 @st.composite
 def cases(
     draw: st.DrawFn,
     models: st.SearchStrategy[ModelCase] = models(),  # noqa: B008
-    schedules: st.SearchStrategy[str | StageSchedule] = any_schedules(),  # noqa: B008
-    min_stages: int = 1,
+    schedules: st.SearchStrategy[str | Builder] = any_schedules(),  # noqa: B008
+    min_ranks: int = 1,
 ) -> Case:
     """Everything at once."""
     model = draw(models)
+    schedule = draw(schedules.filter(lambda one: count_stages_per_rank(builder_of(one)) <= model.num_layers))
     batch, num_microbatches = draw(cut_batches())
     return Case(
         model=model,
-        layers=draw(cuts(model.num_layers, min_stages)),
+        layers=draw(cuts(model.num_layers, min_ranks, count_stages_per_rank(builder_of(schedule)))),
         batch=batch,
         num_microbatches=num_microbatches,
-        schedule=draw(schedules),
+        schedule=schedule,
         recompute=draw(recompute_modes()),
         world=draw(worlds()),
         seed=draw(st.integers(0, 2**16)),

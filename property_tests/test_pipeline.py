@@ -28,10 +28,12 @@ from strategies import (
     OptimizerCase,
     WorldCase,
     batches,
+    built,
     cases,
     examples,
     gpipe_descending,
     models,
+    most_residuals,
     optimizers,
     schedules,
     widths_apart,
@@ -115,7 +117,7 @@ def pipeline_of(model: nn.Module, case: Case) -> Pipeline:
         layers=case.layers,
         schedule=case.schedule,
         recompute=case.recompute,
-        transport=case.world.build(case.num_stages),
+        transport=case.world.build(case.num_ranks),
         seed=case.seed,
     )
 
@@ -135,7 +137,7 @@ def check_gradients(pipeline: Pipeline, case: Case, step: int = 0) -> None:
     ours, theirs = leaves(result.grads), leaves(one.grads)
     assert all(mx.isfinite(grad).all().item() for grad in theirs.values())
     other = differing(ours, theirs)
-    assert other == (shared_names(case.model, other) if case.num_stages > 1 else [])
+    assert other == (shared_names(case.model, other) if len(case.layers) > 1 else [])
     for name in other:
         assert difference(ours[name], theirs[name]) <= allowed(model, case, step, name)
 
@@ -149,13 +151,13 @@ def test_a_pipeline_has_the_loss_and_gradients_of_one_device(case: Case):
 
 
 @examples(0.25)
-@given(case=cases(schedules=st.sampled_from([*SPLIT, gpipe_descending]), min_stages=2))
+@given(case=cases(schedules=st.sampled_from([*SPLIT, gpipe_descending]), min_ranks=2))
 def test_backwards_in_two_parts_or_in_descending_order_change_no_bit(case: Case):
     check_gradients(pipeline_of(case.model.build(), case), case)
 
 
 @examples(0.25)
-@given(case=cases(models=models(min_layers=4, dropouts=[0.1, 0.3, 0.5]), min_stages=3))
+@given(case=cases(models=models(min_layers=4, dropouts=[0.1, 0.3, 0.5]), min_ranks=3))
 def test_many_stages_with_dropout_have_the_gradients_of_one_device(case: Case):
     check_gradients(pipeline_of(case.model.build(), case), case)
 
@@ -165,7 +167,7 @@ def test_many_stages_with_dropout_have_the_gradients_of_one_device(case: Case):
 
 def check_steps(case: Case, optimizer: OptimizerCase, steps: Sequence[Sequence[Microbatch]]) -> None:
     """After each step loss and norm are the reference's, and at the end every parameter and moment is."""
-    is_exact = case.num_stages == 1 or not case.model.is_shared
+    is_exact = len(case.layers) == 1 or not case.model.is_shared
     eps = 1e-8 if is_exact else SMOOTH
     model, twin = case.model.build(), case.model.build()
     ours, theirs = optimizer.build(eps), optimizer.build(eps)
@@ -196,7 +198,7 @@ def test_five_steps_leave_the_parameters_and_moments_of_one_device(case: Case, o
 
 
 @examples(0.25)
-@given(case=cases(models=models(is_tied=True), min_stages=2), optimizer=optimizers())
+@given(case=cases(models=models(is_tied=True), min_ranks=2), optimizer=optimizers())
 def test_steps_with_a_shared_parameter_are_mlx_s_own_clipping_and_update(case: Case, optimizer: OptimizerCase):
     """Given the gradients, which are within their bound, norm and update are exact: the shared leaf counts once."""
     model, twin = case.model.build(), case.model.build()
@@ -294,7 +296,7 @@ def test_evaluation_has_one_device_s_loss_and_leaves_everything_as_it_was(
         assert not differing(leaves([model.parameters(), adam.state]), before)
         assert bits(mx.random.state[0]) == random_state
         assert model.training
-        assert [pipeline.stage(s).max_live_residuals for s in range(case.num_stages)] == [0] * case.num_stages
+        assert [pipeline.stage(s).max_live_residuals for s in range(len(case.layers))] == [0] * len(case.layers)
 
     twin, twin_adam = case.model.build(), optimizer.build()
     undisturbed = pipeline_of(twin, case)
@@ -311,13 +313,14 @@ def test_evaluation_has_one_device_s_loss_and_leaves_everything_as_it_was(
 
 @examples(0.5)
 @given(case=cases(schedules=schedules()).filter(lambda case: case.model.trains_everything))
-def test_live_residuals_are_those_of_the_formulas(case: Case):
-    pipeline, p, m = pipeline_of(case.model.build(), case), case.num_stages, case.num_microbatches
+def test_live_residuals_are_those_of_the_schedule(case: Case):
+    pipeline, m = pipeline_of(case.model.build(), case), case.num_microbatches
     pipeline.value_and_grad(case.batch.tokens, case.batch.bounds, m)
-    formulas = {"sequential": lambda s: 1, "gpipe": lambda s: m, "1f1b": lambda s: min(p - s, m)}
-    most = [pipeline.stage(s).max_live_residuals for s in range(p)]
-    assert most == [formulas[case.schedule](s) for s in range(p)]
-    assert [pipeline.stage(s).num_live_residuals for s in range(p)] == [0] * p
+    schedule = built(case.schedule, case.num_ranks, m)
+    stages = range(schedule.num_stages)
+    rows = [[action for row in schedule.actions for action in row if action.stage == stage] for stage in stages]
+    assert [pipeline.stage(s).max_live_residuals for s in stages] == [most_residuals(row) for row in rows]
+    assert [pipeline.stage(s).num_live_residuals for s in stages] == [0] * len(stages)
 
 
 @examples(0.25)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import PlacedSchedule, WorldCase, any_schedules, placed_schedules, unrolled, worlds
+from strategies import WorldCase, any_schedules, built, placed_schedules, worlds
 
 from pptrain.errors import ScheduleError
-from pptrain.program import Message, Placement, Program, Receive, Send, lower
-from pptrain.schedule import Action, StageSchedule
+from pptrain.program import Message, Program, Receive, Send, lower
+from pptrain.schedule import Action, Builder, Placement, Schedule
 from transports import Lanes, LoopbackWorld, Task, Transport
 
 lanes = st.sampled_from(["single", "directional"])
@@ -80,37 +81,40 @@ def check_needs(program: Program, placement: Placement, cotangents: set[int]) ->
                 assert (Message(stage + 1, "B", j) in received) == (stage + 1 in cotangents)
 
 
-@given(schedule=any_schedules(), p=st.integers(1, 6), m=st.integers(1, 8), passing=st.integers(0, 6), world=worlds())
-def test_the_program_of_a_schedule_runs_in_every_world(
-    schedule: str | StageSchedule, p: int, m: int, passing: int, world: WorldCase
-):
-    actions, cotangents = unrolled(schedule, p, m), set(range(passing + 1, p))
-    programs = lower(actions, range(p), world.lanes, cotangents)
-    for stage, program in enumerate(programs):
-        assert [i for i in program if isinstance(i, Action)] == actions[stage]
-        check_needs(program, range(p), cotangents)
-    check_order(programs, range(p))
-    sent = [i.message for program in programs for i in program if isinstance(i, Send)]
-    assert Counter(message.carried for message in sent) == Counter(F=(p - 1) * m, B=len(cotangents) * m)
-    check(programs, world.build(p))
-
-
-@given(schedule=placed_schedules(), world=worlds())
-def test_the_program_of_stages_placed_anywhere_runs_in_every_world(schedule: PlacedSchedule, world: WorldCase):
-    programs = lower(schedule.actions, schedule.placement, world.lanes, schedule.cotangents)
-    for rank, program in enumerate(programs):
-        assert [i for i in program if isinstance(i, Action)] == schedule.actions[rank]
-        check_needs(program, schedule.placement, schedule.cotangents)
+def check_runs(schedule: Schedule, cotangents: set[int], world: WorldCase) -> None:
+    """The program keeps the schedule's order, and every message arrives."""
+    programs = lower(schedule, world.lanes, cotangents)
+    for program, actions in zip(programs, schedule.actions, strict=True):
+        assert tuple(i for i in program if isinstance(i, Action)) == actions
+        check_needs(program, schedule.placement, cotangents)
     check_order(programs, schedule.placement)
     check(programs, world.build(len(programs)))
+    sent = Counter(i.message.carried for program in programs for i in program if isinstance(i, Send))
+    crossing = {s for s in range(1, schedule.num_stages) if schedule.placement[s - 1] != schedule.placement[s]}
+    m = schedule.num_microbatches
+    assert (sent["F"], sent["B"]) == (len(crossing) * m, len(cotangents & crossing) * m)
+
+
+@given(schedule=any_schedules(), p=st.integers(1, 6), m=st.integers(1, 8), passing=st.integers(0, 6), world=worlds())
+def test_the_program_of_a_schedule_runs_in_every_world(
+    schedule: str | Builder, p: int, m: int, passing: int, world: WorldCase
+):
+    of_p = built(schedule, p, m)
+    check_runs(of_p, set(range(passing + 1, of_p.num_stages)), world)
+
+
+@given(placed=placed_schedules(), world=worlds())
+def test_the_program_of_stages_placed_anywhere_runs_in_every_world(placed: tuple[Schedule, set[int]], world: WorldCase):
+    check_runs(*placed, world)
 
 
 @given(schedule=any_schedules(), p=st.integers(2, 6), m=st.integers(1, 8), lanes=lanes, data=st.data())
 def test_a_schedule_that_nobody_can_run_is_refused(
-    schedule: str | StageSchedule, p: int, m: int, lanes: Lanes, data: st.DataObject
+    schedule: str | Builder, p: int, m: int, lanes: Lanes, data: st.DataObject
 ):
-    actions = unrolled(schedule, p, m)
-    stage = data.draw(st.integers(0, p - 1))
-    actions[stage] = [a for a in actions[stage] if a.kind != "F"]
-    with pytest.raises(ScheduleError, match=f"rank {stage} stands at"):
-        lower(actions, range(p), lanes, set(range(1, p)))
+    whole = built(schedule, p, m)
+    rank = data.draw(st.integers(0, p - 1))
+    rows = list(whole.actions)
+    rows[rank] = tuple(a for a in rows[rank] if a.kind != "F")
+    with pytest.raises(ScheduleError, match=f"rank {rank} stands at"):
+        lower(replace(whole, actions=tuple(rows)), lanes, set(range(1, whole.num_stages)))

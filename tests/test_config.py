@@ -7,7 +7,7 @@ from mlx_lm.lora import CONFIG_DEFAULTS, build_parser
 
 from pptrain.config import TrainConfig, build_train_parser, parse
 from pptrain.errors import ConfigError
-from pptrain.schedule import SCHEDULES
+from pptrain.registry import SCHEDULES
 
 # The example that mlx-lm's documentation points to, with every key it shows, the commented ones included.
 MLX_LM_EXAMPLE = """

@@ -2,20 +2,26 @@ import itertools
 
 import mlx.core as mx
 import pytest
-from pictures import read
+from pictures import action, read
 
 from pptrain.errors import ScheduleError
 from pptrain.program import Message, Receive, Send, lower, produced
-from pptrain.schedule import SCHEDULES, Action, forward_only, one_f_one_b, sequential, unroll
+from pptrain.registry import SCHEDULES
+from pptrain.schedule import Action, Schedule, forward_only, loop, one_f_one_b, sequential
 from transports import LoopbackWorld
 
-SCHEDULES_AND_SIZES = list(itertools.product([*SCHEDULES.values(), forward_only], range(1, 6), range(1, 6)))
+
+def evaluation(p, m):
+    return forward_only(loop(p), m)
+
+
+SCHEDULES_AND_SIZES = list(itertools.product([*SCHEDULES.values(), evaluation], range(1, 6), range(1, 6)))
 LANES = ["single", "directional"]
 
 
-def lowered(schedule, p, m, lanes, cotangents=None):
-    cotangents = range(1, p) if cotangents is None else cotangents
-    return lower(unroll(schedule, p, m), range(p), lanes, cotangents)
+def lowered(builder, p, m, lanes, cotangents=None):
+    schedule = builder(p, m)
+    return lower(schedule, lanes, range(1, schedule.num_stages) if cotangents is None else cotangents)
 
 
 def words(program):
@@ -55,14 +61,13 @@ def test_a_cotangent_that_nobody_needs_is_not_sent(lanes):
 
 @pytest.mark.parametrize("lanes", LANES)
 def test_stages_of_one_rank_send_each_other_nothing(lanes):
-    programs = lower({0: [Action(0, "F", 0), Action(1, "F", 0)], 1: [Action(2, "F", 0)]}, (0, 0, 1), lanes, ())
+    programs = lower(Schedule("", 1, (0, 0, 1), ((action("0F0"), action("1F0")), (action("2F0"),))), lanes, ())
     assert [words(program) for program in programs] == ["0F0 1F0 1SEND_F0", "2RECV_F0 2F0"]
 
 
 @pytest.mark.parametrize("lanes", LANES)
 def test_a_split_backward_hands_its_cotangent_down_after_the_input_part(lanes):
-    actions = dict(enumerate(read("F0 .  .  I0 W0\n.  F0 I0 W0")))
-    first, last = lower(actions, (0, 1), lanes, {1})
+    first, last = lower(read("F0 .  .  I0 W0\n.  F0 I0 W0"), lanes, {1})
     assert words(first) == "0F0 0SEND_F0 0RECV_B0 0I0 0W0"
     assert words(last) == "1RECV_F0 1F0 1I0 1SEND_B0 1W0"
 
@@ -79,7 +84,7 @@ def test_what_an_action_produces():
 
 def test_actions_that_wait_for_each_other_are_refused():
     with pytest.raises(ScheduleError, match=r"rank 0 stands at 0B0"):
-        lower(dict(enumerate(read("B0 F0\nF0 B0"))), (0, 1), "single", {1})
+        lower(read("B0 F0\nF0 B0"), "single", {1})
 
 
 @pytest.mark.parametrize("lanes", LANES)
@@ -96,23 +101,23 @@ def test_every_link_has_the_same_order_at_both_ends(lanes):
 @pytest.mark.parametrize("lanes", LANES)
 def test_lowering_keeps_every_action_and_its_order(lanes):
     for schedule, p, m in SCHEDULES_AND_SIZES:
-        for program, actions in zip(lowered(schedule, p, m, lanes), unroll(schedule, p, m).values(), strict=True):
-            assert [i for i in program if isinstance(i, Action)] == actions
+        for program, actions in zip(lowered(schedule, p, m, lanes), schedule(p, m).actions, strict=True):
+            assert tuple(i for i in program if isinstance(i, Action)) == actions
 
 
 @pytest.mark.parametrize("lanes", LANES)
 def test_a_message_is_there_before_the_action_that_needs_it(lanes):
-    for schedule, p, m in SCHEDULES_AND_SIZES:
-        for stage, program in enumerate(lowered(schedule, p, m, lanes)):
-            for j in range(m):
-                forward = program.index(Action(stage, "F", j))
-                if stage:
-                    assert program.index(Receive(Message(stage - 1, "F", j), stage - 1)) < forward
-                if stage < p - 1:
-                    assert forward < program.index(Send(Message(stage, "F", j), stage + 1))
-                if schedule is not forward_only and stage < p - 1:
-                    backward = program.index(Action(stage, "B", j))
-                    assert program.index(Receive(Message(stage + 1, "B", j), stage + 1)) < backward
+    for builder, p, m in SCHEDULES_AND_SIZES:
+        schedule = builder(p, m)
+        for rank, program in enumerate(lowered(builder, p, m, lanes)):
+            place = {str(instruction): i for i, instruction in enumerate(program)}
+            for s, j in itertools.product(schedule.stages(rank), range(m)):
+                forward, backward = place[f"{s}F{j}"], place.get(f"{s}B{j}", place.get(f"{s}I{j}"))
+                if s and schedule.placement[s - 1] != rank:
+                    assert place[f"{s}RECV_F{j}"] < forward
+                if s < schedule.num_stages - 1 and schedule.placement[s + 1] != rank:
+                    assert forward < place[f"{s}SEND_F{j}"]
+                    assert backward is None or place[f"{s}RECV_B{j}"] < backward
 
 
 def number(message):
@@ -141,4 +146,5 @@ def test_no_program_deadlocks_or_mixes_messages_up(lanes, capacity):
         programs = lowered(schedule, p, m, lanes)
         world.run({rank: run(world.transport(rank), programs[rank], received) for rank in range(p)})
         assert all(received)
-        assert len(received) == (p - 1) * m * (1 if schedule is forward_only else 2)
+        crossing = sum(a != b for a, b in itertools.pairwise(schedule(p, m).placement))
+        assert len(received) == crossing * m * (1 if schedule is evaluation else 2)

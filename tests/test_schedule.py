@@ -1,35 +1,31 @@
 import itertools
 
 import pytest
-from pictures import read, rows
+from pictures import action, read, rows
 
 from pptrain.errors import ConfigError, ScheduleError
+from pptrain.interleaved import interleaved
+from pptrain.registry import SCHEDULES, count_stages_per_rank, find_schedule
 from pptrain.schedule import (
-    SCHEDULES,
     Action,
-    Span,
-    find_schedule,
     forward_only,
     gpipe,
+    loop,
     needs,
     one_f_one_b,
     sequential,
-    spans,
-    unroll,
+    vee,
 )
+from pptrain.simulate import simulate
 from pptrain.timeline import draw
+from pptrain.zero_bubble import zb_h1, zb_h2
 
-SIZES = list(itertools.product(range(1, 7), range(1, 9)))
-
-
-def actions_of(schedule, p, m):
-    return list(unroll(schedule, p, m).values())
+SIZES = list(itertools.product(range(1, 17), [1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 50]))
 
 
-def assert_draws_as(schedule, p, m, picture):
-    lists = actions_of(schedule, p, m)
-    assert lists == read(picture)
-    assert rows(draw(lists, p)) == rows(picture)
+def assert_draws_as(schedule, picture):
+    assert schedule.actions == read(picture, schedule.placement).actions
+    assert rows(draw(schedule)) == rows(picture)
 
 
 def test_an_action_prints_as_stage_kind_microbatch():
@@ -37,17 +33,37 @@ def test_an_action_prints_as_stage_kind_microbatch():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "p", "m"), [(sequential, 3, 2), (gpipe, 3, 3), (one_f_one_b, 4, 4), (forward_only, 2, 3)]
+    ("builder", "p", "m"),
+    [(sequential, 3, 2), (gpipe, 3, 3), (one_f_one_b, 4, 4), (interleaved, 2, 4), (zb_h1, 3, 4), (zb_h2, 3, 6)],
 )
-def test_the_picture_in_a_docstring_is_what_the_schedule_returns(schedule, p, m):
-    assert_draws_as(schedule, p, m, schedule.__doc__)
+def test_the_picture_in_a_docstring_is_what_the_schedule_returns(builder, p, m):
+    assert_draws_as(builder(p, m), builder.__doc__)
+
+
+def test_the_picture_of_evaluation_is_what_it_returns():
+    assert_draws_as(forward_only(loop(2), 3), forward_only.__doc__)
+
+
+def test_evaluation_passes_through_a_rank_as_often_as_it_has_stages():
+    assert_draws_as(
+        forward_only(loop(2, 2), 3),
+        """
+        0F0 0F1 2F0 0F2 2F1 2F2
+        .   1F0 1F1 3F0 1F2 3F1 3F2
+        """,
+    )
+    assert_draws_as(
+        forward_only(vee(2), 2),
+        """
+        0F0 0F1 .   3F0 .   3F1
+        .   1F0 2F0 1F1 2F1
+        """,
+    )
 
 
 def test_sequential_ends_a_microbatch_before_the_next_begins():
     assert_draws_as(
-        sequential,
-        2,
-        3,
+        sequential(2, 3),
         """
         F0 .  .  B0 F1 .  .  B1 F2 .  .  B2
         .  F0 B0 .  .  F1 B1 .  .  F2 B2
@@ -57,9 +73,7 @@ def test_sequential_ends_a_microbatch_before_the_next_begins():
 
 def test_gpipe_with_more_stages_than_microbatches():
     assert_draws_as(
-        gpipe,
-        4,
-        2,
+        gpipe(4, 2),
         """
         F0 F1 .  .  .  .  .  .  B0 B1
         .  F0 F1 .  .  .  .  B0 B1
@@ -71,9 +85,7 @@ def test_gpipe_with_more_stages_than_microbatches():
 
 def test_1f1b_with_more_microbatches_than_stages():
     assert_draws_as(
-        one_f_one_b,
-        2,
-        5,
+        one_f_one_b(2, 5),
         """
         F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4
         .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
@@ -83,9 +95,7 @@ def test_1f1b_with_more_microbatches_than_stages():
 
 def test_1f1b_with_fewer_microbatches_than_stages():
     assert_draws_as(
-        one_f_one_b,
-        4,
-        2,
+        one_f_one_b(4, 2),
         """
         F0 F1 .  .  .  .  .  B0 .  B1
         .  F0 F1 .  .  .  B0 .  B1
@@ -95,47 +105,82 @@ def test_1f1b_with_fewer_microbatches_than_stages():
     )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values())
-def test_one_stage_takes_each_microbatch_forward_and_back(schedule):
-    [actions] = actions_of(schedule, 1, 3)
-    expected = "F0 F1 F2 B0 B1 B2" if schedule is gpipe else "F0 B0 F1 B1 F2 B2"
-    assert [actions] == read(expected)
+def test_interleaved_with_a_number_of_microbatches_that_is_no_multiple_of_the_ranks():
+    assert_draws_as(
+        interleaved(2, 3),
+        """
+        0F0 0F1 2F0 2F1 0F2 2B0 .   2B1 2F2 0B0 0B1 .   2B2 .   0B2
+        .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1B1 3F2 3B2 .   1B2
+        """,
+    )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values())
-def test_every_stage_runs_each_microbatch_once_forward_then_backward_in_ascending_order(schedule):
+def test_interleaved_with_one_microbatch_goes_down_and_back_up():
+    assert_draws_as(
+        interleaved(2, 1, 2),
+        """
+        0F0 .   2F0 .   .   2B0 .   0B0
+        .   1F0 .   3F0 3B0 .   1B0
+        """,
+    )
+
+
+def test_zb_h1_with_fewer_microbatches_than_stages():
+    assert_draws_as(
+        zb_h1(3, 2),
+        """
+        F0 F1 .  .  .  I0 W0 I1 W1
+        .  F0 F1 .  I0 .  I1 W0 W1
+        .  .  F0 I0 F1 I1 W0 W1
+        """,
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_one_rank_does_each_microbatch_once_whatever_the_schedule(name):
+    for m in (1, 2, 5):
+        schedule = SCHEDULES[name](1, m)
+        [actions] = schedule.actions
+        assert len(set(actions)) == len(actions)
+        assert sum(action.kind == "F" for action in actions) == m * schedule.num_stages
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_size_has_every_action_once_in_an_order_that_can_be_run(name):
     for p, m in SIZES:
-        for stage, actions in unroll(schedule, p, m).items():
-            assert [a.microbatch for a in actions if a.kind == "F"] == list(range(m))
-            assert [a.microbatch for a in actions if a.kind == "B"] == list(range(m))
-            assert len(actions) == 2 * m
-            assert all(a.stage == stage for a in actions)
-            assert all(actions.index(Action(stage, "F", j)) < actions.index(Action(stage, "B", j)) for j in range(m))
+        schedule = SCHEDULES[name](p, m)
+        stages, actions = range(schedule.num_stages), [a for row in schedule.actions for a in row]
+        kinds = {action.kind for action in actions}
+        assert kinds in ({"F", "B"}, {"F", "I", "W"})
+        assert len(actions) == len(set(actions))
+        assert set(actions) == {Action(s, kind, j) for s in stages for kind in kinds for j in range(m)}
+        assert all(schedule.placement[a.stage] == rank for rank, row in enumerate(schedule.actions) for a in row)
+        simulate(schedule)
 
 
-def most_live(actions):
-    live = itertools.accumulate({"F": 1, "B": -1}[action.kind] for action in actions)
-    return max(live)
+@pytest.mark.parametrize("builder", SCHEDULES.values())
+def test_a_size_below_1_is_refused_with_the_rule(builder):
+    for p, m, wrong in [(0, 1, "0 ranks"), (1, 0, "0 microbatches"), (-1, 4, "-1 ranks")]:
+        with pytest.raises(ScheduleError, match=rf"was asked for {wrong}\. Expected at least 1"):
+            builder(p, m)
+    with pytest.raises(ScheduleError, match=r"interleaved was asked for 0 stages a rank\. Expected at least 1"):
+        interleaved(2, 2, 0)
 
 
 def test_residuals_are_those_of_the_formulas():
-    for p, m in SIZES:
-        for stage in range(p):
-            assert most_live(sequential(stage, p, m)) == 1
-            assert most_live(gpipe(stage, p, m)) == m
-            assert most_live(one_f_one_b(stage, p, m)) == min(p - stage, m)
-
-
-def test_gpipe_and_1f1b_wait_as_long_as_published():
-    for p, m in SIZES:
-        work = m * (1 + 2)
-        for schedule in (gpipe, one_f_one_b):
-            assert max(span.end for span in spans(actions_of(schedule, p, m), p)) == work + (p - 1) * (1 + 2)
-        assert max(span.end for span in spans(actions_of(sequential, p, m), p)) == p * work
+    for p, m in itertools.product(range(1, 7), range(1, 15)):
+        assert simulate(sequential(p, m)).most_residuals == (1,) * p
+        assert simulate(gpipe(p, m)).most_residuals == (m,) * p
+        assert simulate(one_f_one_b(p, m)).most_residuals == tuple(min(p - s, m) for s in range(p))
+        assert max(simulate(zb_h1(p, m)).most_residuals) == min(p, m)
+        assert max(simulate(zb_h2(p, m)).most_residuals) == min(2 * p - 1, m)
+        for v in (2, 3) if m % p == 0 else ():
+            held = [min(2 * (p - 1 - r) + (v - 1) * p + 1, m * v) for r in range(p)]
+            assert simulate(interleaved(p, m, v)).most_residuals == tuple(held)
 
 
 @pytest.mark.parametrize(
-    ("action", "done", "expected"),
+    ("text", "done", "expected"),
     [
         ("0F1", (), ()),
         ("2F1", (), ("1F1",)),
@@ -146,44 +191,28 @@ def test_gpipe_and_1f1b_wait_as_long_as_published():
         ("0W1", (), ("0I1",)),
     ],
 )
-def test_what_an_action_needs_on_three_stages(action, done, expected):
-    def parsed(text):
-        return Action(int(text[0]), text[1], int(text[2]))
-
-    assert needs(parsed(action), 3, [parsed(a) for a in done]) == [parsed(a) for a in expected]
+def test_what_an_action_needs_on_three_stages(text, done, expected):
+    assert needs(action(text), 3, [action(a) for a in done]) == [action(a) for a in expected]
 
 
-def test_spans_start_as_early_as_order_and_needs_allow():
-    lists = read(
-        """
-        F0 F1 .  .  B0
-        .  F0 B0 F1
-        """
-    )
-    found = spans(lists, 2, {"F": 1, "B": 3, "I": 1, "W": 1})
-    assert [(str(span.action), span.start, span.end) for span in found] == [
-        ("0F0", 0, 1),
-        ("0F1", 1, 2),
-        ("1F0", 1, 2),
-        ("1B0", 2, 5),
-        ("0B0", 5, 8),
-        ("1F1", 5, 6),
-    ]
-    assert found[0] == Span(Action(0, "F", 0), 0, 1)
-
-
-def test_an_action_that_waits_for_one_that_never_comes_is_refused_and_shown():
-    lists = [[Action(0, "F", 0), Action(0, "B", 0)], [Action(1, "B", 0), Action(1, "F", 0)]]
-    with pytest.raises(ScheduleError) as caught:
-        spans(lists, 2)
-    assert "rank 0 stands at 0B0 (action 1)" in str(caught.value)
-    assert "rank 1 stands at 1B0 (action 0)" in str(caught.value)
+def test_stages_are_numbered_over_the_whole_model_and_lie_in_a_loop_or_a_v():
+    assert interleaved(3, 1, 2).placement == loop(3, 2) == (0, 1, 2, 0, 1, 2)
+    assert vee(3) == (0, 1, 2, 2, 1, 0)
+    assert interleaved(3, 1, 2).stages(1) == (1, 4)
 
 
 def test_schedules_are_found_by_name():
     assert find_schedule("1f1b") is one_f_one_b
     assert find_schedule("gpipe") is gpipe
     assert find_schedule("sequential") is sequential
+
+
+def test_the_number_of_stages_a_rank_is_the_schedule_s_own_or_for_interleaved_any():
+    assert find_schedule("1f1b", 1) is one_f_one_b
+    assert count_stages_per_rank(find_schedule("interleaved")) == 2
+    assert find_schedule("interleaved", 3)(2, 4) == interleaved(2, 4, 3)
+    with pytest.raises(ConfigError, match=r"1f1b was asked for with 3 stages a rank\. Expected 1\."):
+        find_schedule("1f1b", 3)
 
 
 @pytest.mark.parametrize(("name", "near"), [("gpip", "gpipe"), ("1fb1", "1f1b"), ("sequental", "sequential")])

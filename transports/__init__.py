@@ -23,12 +23,14 @@ from transports.errors import (
 )
 from transports.jaccl import JacclWorld
 from transports.loopback import LoopbackWorld
+from transports.operations import BufferReceive
 from transports.ring import RingWorld
 
 TransportName = Literal["loopback", "ring", "jaccl"]
 
 __all__ = [
     "BoundaryMismatch",
+    "BufferReceive",
     "DeadlockError",
     "Interrupted",
     "JacclWorld",
