@@ -79,7 +79,7 @@ def test_a_model_without_layers_is_refused():
 def test_the_number_of_stages_comes_from_what_is_given(options, expected):
     pipeline = Pipeline(tiny(4), **options)
     assert pipeline.layers == expected
-    assert (pipeline.num_stages, pipeline.world.world_size) == (len(expected), len(expected))
+    assert (pipeline.num_ranks, pipeline.world.world_size) == (len(expected), len(expected))
 
 
 def test_a_schedule_may_be_a_function():
