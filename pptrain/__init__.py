@@ -3,7 +3,7 @@
 A module knows only what is to its left, and the data go the same way. The order of the modules: errors, model,
 partition, microbatch, stage, schedule, simulate, interleaved, zero_bubble, registry, program, executor, optimizer,
 checkpoint, reference, pipeline, checks, config, agreement, data, recipe, train, report, timeline, job, demo, demo_run,
-launch, cli.
+launch, machine, doctor, cli.
 """
 
 from pptrain import reference

@@ -21,6 +21,7 @@ _USAGE = """usage: pptrain train [options]     fine-tune a model that is cut int
        pptrain launch [options] -- pptrain train [options]
                                    start it on several machines; takes the options of mlx.launch, and ends with the
                                    exit code of the rank that failed first
+       pptrain doctor [options]    what this machine is; under a launcher, whether its links can be relied on
        pptrain --version"""
 
 
@@ -49,6 +50,10 @@ def _dispatch(argv: Sequence[str]) -> int:
             from pptrain import launch
 
             return launch.run(options)
+        case ["doctor", *options]:
+            from pptrain import doctor
+
+            return doctor.run(options)
         case ["--help" | "-h", *_]:
             print(_USAGE)
             return 0

@@ -138,12 +138,12 @@ def _to_and_fro(transport: Transport) -> Task[bool]:
     """From 0 to 1 and back, as four pieces and a rest, and summed."""
     array = mx.arange(4 * 1000 + 7, dtype=mx.int32).reshape(1, -1)
     if transport.rank == 0:
-        yield transport.send(array, 1, "there")
+        yield transport.send(array, 1, "there or back")
     receive = transport.receive(array.shape, mx.int32, 1 - transport.rank, "there or back")
     doubled = receive.array * 2
     yield transport.arrive(receive)
     if transport.rank == 1:
-        yield transport.send(receive.array, 0, "back")
+        yield transport.send(receive.array, 0, "there or back")
     total = transport.all_sum(doubled, "both")
     yield total
     return mx.array_equal(total.array, array * 4).item() is True

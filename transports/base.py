@@ -15,7 +15,8 @@ The law:
 1. Messages of one directed link arrive in the order of their `send` calls. The k-th `arrive` on a link takes the k-th
    message; the order in which receives were *built* means nothing.
 2. `send` takes the array's value at the call: a lazy array is evaluated once, and the caller may drop or change its own
-   afterwards. A send whose wait is dropped is still sent.
+   afterwards (by MLX: what is written into its memory by the buffer protocol may be sent). A send whose wait is dropped
+   is still sent.
 3. `Receive.array` may be built into a graph at once. It must not be evaluated before its wait is over.
 4. A receive of another shape or dtype than the message is an error on the receiver, never other data, wherever the
    transport can know (the loopback always; tagless links in checked mode).
