@@ -8,6 +8,7 @@ from functools import partial
 from pptrain.errors import ConfigError
 from pptrain.interleaved import interleaved
 from pptrain.schedule import Builder, gpipe, one_f_one_b, sequential
+from pptrain.v_shape import v_half, v_min, zb_v
 from pptrain.zero_bubble import zb_h1, zb_h2
 
 SCHEDULES: dict[str, Builder] = {
@@ -17,6 +18,9 @@ SCHEDULES: dict[str, Builder] = {
     "interleaved": interleaved,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
 }
 """Training schedules."""
 

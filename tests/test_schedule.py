@@ -1,4 +1,5 @@
 import itertools
+from math import ceil
 
 import pytest
 from pictures import action, read, rows
@@ -18,6 +19,7 @@ from pptrain.schedule import (
 )
 from pptrain.simulate import simulate
 from pptrain.timeline import draw
+from pptrain.v_shape import v_half, v_min, zb_v
 from pptrain.zero_bubble import zb_h1, zb_h2
 
 SIZES = list(itertools.product(range(1, 17), [1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 50]))
@@ -34,7 +36,17 @@ def test_an_action_prints_as_stage_kind_microbatch():
 
 @pytest.mark.parametrize(
     ("builder", "p", "m"),
-    [(sequential, 3, 2), (gpipe, 3, 3), (one_f_one_b, 4, 4), (interleaved, 2, 4), (zb_h1, 3, 4), (zb_h2, 3, 6)],
+    [
+        (sequential, 3, 2),
+        (gpipe, 3, 3),
+        (one_f_one_b, 4, 4),
+        (interleaved, 2, 4),
+        (zb_h1, 3, 4),
+        (zb_h2, 3, 6),
+        (zb_v, 2, 4),
+        (v_half, 3, 3),
+        (v_min, 3, 2),
+    ],
 )
 def test_the_picture_in_a_docstring_is_what_the_schedule_returns(builder, p, m):
     assert_draws_as(builder(p, m), builder.__doc__)
@@ -125,6 +137,16 @@ def test_interleaved_with_one_microbatch_goes_down_and_back_up():
     )
 
 
+def test_zb_v_with_fewer_microbatches_than_it_is_made_for():
+    assert_draws_as(
+        zb_v(2, 1),
+        """
+        0F0 .   .   3F0 3I0 3W0 .   0I0 0W0
+        .   1F0 2F0 .   .   2I0 2W0 1I0 1W0
+        """,
+    )
+
+
 def test_zb_h1_with_fewer_microbatches_than_stages():
     assert_draws_as(
         zb_h1(3, 2),
@@ -174,6 +196,9 @@ def test_residuals_are_those_of_the_formulas():
         assert simulate(one_f_one_b(p, m)).most_residuals == tuple(min(p - s, m) for s in range(p))
         assert max(simulate(zb_h1(p, m)).most_residuals) == min(p, m)
         assert max(simulate(zb_h2(p, m)).most_residuals) == min(2 * p - 1, m)
+        assert max(simulate(zb_v(p, m)).most_residuals) <= 2 * p
+        assert max(simulate(v_half(p, m)).most_residuals) <= p + (1 if p % 2 else 3)
+        assert max(simulate(v_min(p, m)).most_residuals) <= 2 + 2 * ceil((p - 1) / 3)
         for v in (2, 3) if m % p == 0 else ():
             held = [min(2 * (p - 1 - r) + (v - 1) * p + 1, m * v) for r in range(p)]
             assert simulate(interleaved(p, m, v)).most_residuals == tuple(held)

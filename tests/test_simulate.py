@@ -9,6 +9,7 @@ from pptrain.errors import ScheduleError
 from pptrain.interleaved import interleaved
 from pptrain.schedule import Action, Schedule, gpipe, loop, one_f_one_b, sequential
 from pptrain.simulate import Costs, Span, simulate, travel_time
+from pptrain.v_shape import v_half, v_min, zb_v
 from pptrain.zero_bubble import zb_h1, zb_h2
 
 SIZES = list(itertools.product(range(1, 9), [1, 2, 3, 5, 8, 16, 40]))
@@ -65,6 +66,10 @@ def test_the_time_waited_is_that_of_the_closed_forms():
             assert simulate(zb_h1(p, m)).longest_span == 3 * m + (p - 1)  # F + I - W
         if m >= 2 * p - 1:
             assert simulate(zb_h2(p, m)).longest_span == 3 * m  # F + I - 2W
+            assert simulate(zb_v(p, m)).longest_span == 6 * m  # of two stages, each 1/2
+        if m >= p:
+            for builder in (v_half, v_min):
+                assert 6 * m <= simulate(builder(p, m)).longest_span <= 6 * m + 6 * (p - 1)
         for v in (1, 2, 4):
             if m % p == 0:
                 assert simulate(interleaved(p, m, v)).makespan == 3 * m * v + 3 * (p - 1)  # of stages, each 1/v
