@@ -22,10 +22,12 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models import gemma3_text, llama, qwen3
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from pptrain.auto import auto
 from pptrain.interleaved import interleaved
 from pptrain.microbatch import Microbatch
 from pptrain.registry import SCHEDULES, count_stages_per_rank
-from pptrain.schedule import Action, Builder, Schedule, gpipe, loop, one_f_one_b, spread
+from pptrain.schedule import Action, Builder, Schedule, gpipe, loop, one_f_one_b, spread, vee
+from pptrain.simulate import Costs
 from transports import Lanes, LoopbackWorld
 
 VOCABULARY = 32
@@ -359,6 +361,16 @@ def interleaved_by_3(num_ranks: int, num_microbatches: int) -> Schedule:
     return interleaved(num_ranks, num_microbatches, 3)
 
 
+def auto_straight(num_ranks: int, num_microbatches: int) -> Schedule:
+    """What the search finds for costs like a transformer's."""
+    return auto(loop(num_ranks), num_microbatches, Costs({"F": 18.5, "I": 18.1, "W": 9.3}, 0.6), 2 * num_ranks)
+
+
+def auto_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """What the search finds over a V."""
+    return auto(vee(num_ranks), num_microbatches, Costs({"F": 2.0, "I": 3.0, "W": 2.0}, 0.5), num_ranks + 3)
+
+
 def _parts(action: Action) -> list[Action]:
     if action.kind != "B":
         return [action]
@@ -377,7 +389,7 @@ def any_schedules() -> st.SearchStrategy[str | Builder]:
     """Schedules by name, those that split their backward or turn its order round, looped ones and random ones."""
     return st.one_of(
         schedules(),
-        st.sampled_from([*SPLIT, gpipe_descending, interleaved_by_3]),
+        st.sampled_from([*SPLIT, gpipe_descending, interleaved_by_3, auto_straight, auto_v]),
         st.builds(RandomSchedule, st.integers(0, 2**16), st.integers(1, 3)),
     )
 

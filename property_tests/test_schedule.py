@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from math import ceil
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import any_schedules, built
+from strategies import any_schedules, built, examples
 
+from pptrain.auto import auto, most_held
 from pptrain.errors import ConfigError, ScheduleError
+from pptrain.notation import read_csv, write_csv
 from pptrain.registry import SCHEDULES, find_schedule
 from pptrain.schedule import (
     Action,
     Builder,
+    Placement,
     Schedule,
     forward_only,
     gpipe,
@@ -23,8 +27,10 @@ from pptrain.schedule import (
     needs,
     one_f_one_b,
     sequential,
+    vee,
 )
 from pptrain.simulate import Costs, simulate
+from pptrain.v_shape import v_half, v_min, zb_v
 from pptrain.zero_bubble import zb_h1, zb_h2
 
 stages = st.integers(1, 8)
@@ -141,6 +147,48 @@ def test_gpipe_and_1f1b_have_a_bubble_of_p_minus_1_forwards_and_backwards(p: int
 @given(p=stages, m=microbatches, costs=durations)
 def test_sequential_is_as_slow_as_one_device(p: int, m: int, costs: dict[str, int]):
     assert simulate(sequential(p, m), Costs(costs)).makespan == p * m * sum(costs.values())
+
+
+@examples(0.3)
+@given(
+    placement=st.sampled_from([loop(2), loop(3), loop(4), vee(2), vee(3), loop(2, 3)]),
+    m=st.integers(1, 8),
+    share=st.sampled_from([0.0, 0.4, 1.0]),
+    data=st.data(),
+)
+def test_auto_keeps_the_limits_and_is_no_longer_than_a_named_schedule_that_does(
+    placement: Placement, m: int, share: float, data: st.DataObject
+):
+    p = max(placement) + 1
+    each = len(placement) // p
+    empty = Schedule("", m, placement, ((),) * p)
+    costs = data.draw(costs_for(empty))
+    limits = data.draw(st.lists(st.integers(each, 3 * len(placement)), min_size=p, max_size=p))
+    found = auto(placement, m, costs, limits, share)
+    assert found == auto(placement, m, costs, limits, share)
+    done = Counter(a for row in found.actions for a in row)
+    kinds = {action.kind for action in done}
+    assert kinds in ({"F", "B"}, {"F", "I", "W"})
+    assert done == Counter(Action(s, kind, j) for s in range(len(placement)) for j in range(m) for kind in kinds)
+    assert all(held <= limit + 1e-6 for held, limit in zip(most_held(found, share), limits, strict=True))
+    timing = simulate(found, costs)
+    for builder in SCHEDULES.values():
+        named = builder(p, m)
+        if named.placement == placement and all(a <= b for a, b in zip(most_held(named, share), limits, strict=True)):
+            assert timing.longest_span <= simulate(named, costs).longest_span
+
+
+@given(schedule=any_schedules(), p=stages, m=microbatches)
+def test_a_schedule_is_the_same_after_writing_and_reading(schedule: str | Builder, p: int, m: int):
+    of_p = built(schedule, p, m)
+    assert read_csv(write_csv(of_p), of_p.name) == of_p
+
+
+@given(p=stages, m=microbatches)
+def test_schedules_over_a_v_hold_what_they_promise(p: int, m: int):
+    assert max(simulate(zb_v(p, m)).most_residuals) <= 2 * p
+    assert max(simulate(v_half(p, m)).most_residuals) <= p + (1 if p % 2 else 3)
+    assert max(simulate(v_min(p, m)).most_residuals) <= 2 + 2 * ceil((p - 1) / 3)
 
 
 @given(p=stages, m=microbatches, costs=durations)

@@ -141,7 +141,7 @@ def test_zb_v_with_fewer_microbatches_than_it_is_made_for():
     assert_draws_as(
         zb_v(2, 1),
         """
-        0F0 .   .   3F0 3I0 3W0 .   0I0 0W0
+        0F0 .   .   3F0 3I0 3W0 .   .   0I0 0W0
         .   1F0 2F0 .   .   2I0 2W0 1I0 1W0
         """,
     )
