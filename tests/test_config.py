@@ -290,3 +290,16 @@ def test_two_configurations_share_no_mapping():
     assert one == other
     assert one.lora_parameters is not other.lora_parameters
     assert one.lora_parameters is not CONFIG_DEFAULTS["lora_parameters"]
+
+
+def test_interleaved_takes_a_number_of_stages_a_rank_and_an_entry_of_layers_for_each_stage():
+    config = parse(["--schedule", "interleaved", "--stages-per-rank", "3", "--stages", "2", "--layers", "1,1,1,1,1,1"])
+    assert (config.stages_on_each_rank, config.num_ranks(1)) == (3, 2)
+    assert parse(["--schedule", "zb-v", "--layers", "2,1,1,2"]).num_ranks(1) == 2
+    assert parse(["--schedule", "zb-v"]).num_ranks(4) == 4
+
+
+def test_layers_that_do_not_fit_the_stages_a_rank_are_refused():
+    assert "Give 4, 2 for each" in refused(["--schedule", "zb-v", "--stages", "2", "--layers", "3,3"])
+    assert "Give 2 for each rank of zb-v" in refused(["--schedule", "zb-v", "--layers", "3,3,3"])
+    assert "1f1b was asked for with 2 stages a rank" in refused(["--stages-per-rank", "2"])
