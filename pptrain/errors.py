@@ -38,6 +38,10 @@ class BatchError(UserError):
     """A batch that cannot be cut into the microbatches asked for, or has nothing to learn from."""
 
 
+class NotationError(UserError):
+    """A program's text that cannot be read."""
+
+
 class ScheduleError(PptrainError):
     """A schedule or program that breaks a rule of its kind, or an action out of order."""
 

@@ -14,7 +14,7 @@ from strategies import any_schedules, built, examples
 
 from pptrain.auto import auto, most_held
 from pptrain.errors import ConfigError, ScheduleError
-from pptrain.notation import read_csv, write_csv
+from pptrain.notation import program_to_csv, read_schedule
 from pptrain.registry import SCHEDULES, find_schedule
 from pptrain.schedule import (
     Action,
@@ -181,7 +181,7 @@ def test_auto_keeps_the_limits_and_is_no_longer_than_a_named_schedule_that_does(
 @given(schedule=any_schedules(), p=stages, m=microbatches)
 def test_a_schedule_is_the_same_after_writing_and_reading(schedule: str | Builder, p: int, m: int):
     of_p = built(schedule, p, m)
-    assert read_csv(write_csv(of_p), of_p.name) == of_p
+    assert read_schedule(program_to_csv(of_p.actions), of_p.name) == of_p
 
 
 @given(p=stages, m=microbatches)
