@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pptrain.program import Instruction, Message, Placement, Program, Receive, Send
-from pptrain.schedule import Action
+from pptrain.program import Instruction, Message, Program, Receive, Send
+from pptrain.schedule import Action, Placement
 from transports import Lanes
 
 Pair = tuple[int, int]

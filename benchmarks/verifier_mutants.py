@@ -21,15 +21,19 @@ from typing import Literal, get_args
 from by_definition import Broken, Machine, Rules
 
 from pptrain.notation import program_to_csv
-from pptrain.program import Placement, Program, lower
-from pptrain.schedule import SCHEDULES, Action, forward_only, spans, unroll
+from pptrain.program import Program, lower
+from pptrain.registry import SCHEDULES
+from pptrain.schedule import Action, Placement, Schedule, forward_only, loop, spread
+from pptrain.simulate import simulate
 from pptrain.verify import Verdicts, verify
 from transports import Lanes
 
 Change = Literal["swap", "drop", "double", "move"]
 CHANGES: tuple[Change, ...] = get_args(Change)
 
-PLACEMENTS = ((0,), (0, 1), (0, 1, 2), (0, 0, 1), (0, 1, 0), (0, 1, 0, 1), (0, 1, 1, 0))
+PLACEMENTS = ((0, 0, 1), (0, 1, 0), (0, 1, 0, 1), (0, 1, 1, 0))
+"""Stages in places that are not a schedule's own."""
+
 CAPACITIES = (0, 1, 2, None)
 
 
@@ -74,45 +78,58 @@ class Case:
         )
 
 
-def actions_of(schedule: str, num_stages: int, num_microbatches: int) -> dict[int, list[Action]]:
-    """Each stage's actions, by the name of a schedule; `+parts` and `+late` take backwards apart."""
-    name, _, parts = schedule.partition("+")
-    function = forward_only if name == "evaluation" else SCHEDULES[name]
-    actions = unroll(function, num_stages, num_microbatches)
-    if not parts:
-        return actions
-    apart = {stage: [part for action in each for part in _parts(action)] for stage, each in actions.items()}
-    if parts == "parts":
-        return apart
-    return {stage: sorted(each, key=lambda action: action.kind == "W") for stage, each in apart.items()}
+def schedule_of(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
+    """A schedule by its name; `+parts` and `+late` take backwards apart, `evaluation` has none."""
+    name, _, parts = name.partition("+")
+    if name == "evaluation":
+        return forward_only(loop(num_ranks), num_microbatches)
+    whole = SCHEDULES[name](num_ranks, num_microbatches)
+    rows = [[part for action in row for part in (_parts(action) if parts else [action])] for row in whole.actions]
+    if parts == "late":
+        rows = [sorted(row, key=lambda action: action.kind == "W") for row in rows]
+    return replace(whole, actions=tuple(map(tuple, rows)))
 
 
 def _parts(action: Action) -> list[Action]:
     return [replace(action, kind=kind) for kind in ("IW" if action.kind == "B" else action.kind)]
 
 
+def placed(schedule: Schedule, placement: Placement) -> Schedule:
+    """The same actions with the stages elsewhere, each rank's in the order in which they would run side by side."""
+    sequence = [span.action for span in simulate(schedule).spans]
+    return spread(schedule.name, schedule.num_microbatches, placement, sequence)
+
+
 def schedules() -> list[str]:
     """Every schedule, its backwards whole and in parts, and evaluation."""
-    return ["evaluation", *(name + more for name in SCHEDULES for more in ("", "+parts", "+late"))]
+    whole = [name for name in SCHEDULES if any(action.kind == "B" for action in SCHEDULES[name](2, 2).actions[0])]
+    return ["evaluation", *SCHEDULES, *(name + more for name in whole for more in ("+parts", "+late"))]
 
 
 def valid_cases(most_stages: int = 4) -> Iterator[Case]:
     """Valid programs, small enough to be run in every interleaving."""
-    for schedule in schedules():
-        for placement in PLACEMENTS:
-            for m in (1, 2, 3) if len(placement) <= 3 else (1, 2):
-                if len(placement) > most_stages:
+    for name in schedules():
+        for num_ranks in (1, 2, 3, 4):
+            for m in (1, 2, 3):
+                schedule = schedule_of(name, num_ranks, m)
+                if schedule.num_stages > most_stages or (schedule.num_stages == 4 and m == 3):
                     continue
-                lists = list(actions_of(schedule, len(placement), m).values())
-                ran = [span.action for span in spans(lists, len(placement))]
-                actions = {rank: [a for a in ran if placement[a.stage] == rank] for rank in set(placement)}
-                training = schedule != "evaluation"
-                for first in (0, 1) if training and len(placement) > 2 else (0,):
-                    cotangents = tuple(range(first + 1, len(placement))) if training else ()
-                    for lanes in get_args(Lanes):
-                        programs = lower(actions, placement, lanes, cotangents)
-                        for capacity in CAPACITIES:
-                            yield Case(schedule, placement, m, lanes, capacity, cotangents, training, programs)
+                others = [each for each in PLACEMENTS if len(each) == schedule.num_stages]
+                for placement in dict.fromkeys([schedule.placement, *others]):
+                    elsewhere = schedule if placement == schedule.placement else placed(schedule, placement)
+                    yield from _cases(name, elsewhere)
+
+
+def _cases(name: str, schedule: Schedule) -> Iterator[Case]:
+    """A schedule in every world, with and without a first stage that needs no cotangent."""
+    training = name != "evaluation"
+    for first in (0, 1) if training and schedule.num_stages > 2 else (0,):
+        cotangents = tuple(range(first + 1, schedule.num_stages)) if training else ()
+        for lanes in get_args(Lanes):
+            programs = lower(schedule, lanes, cotangents)
+            for capacity in CAPACITIES:
+                m = schedule.num_microbatches
+                yield Case(name, schedule.placement, m, lanes, capacity, cotangents, training, programs)
 
 
 def mutant(case: Case, change: Change, pick: random.Random) -> Case | None:

@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-from pptrain.program import Message, Placement, Program, Receive, Send
-from pptrain.schedule import Action
+from pptrain.program import Message, Program, Receive, Send
+from pptrain.schedule import Action, Placement
 from transports import Lanes
 
 _MOST_SLOTS = 255

@@ -39,8 +39,8 @@ from dataclasses import dataclass, fields
 
 from pptrain.deadlock import find_deadlock
 from pptrain.notation import stage_of
-from pptrain.program import Carried, Instruction, Message, Placement, Program, Receive, Send
-from pptrain.schedule import Action, Kind
+from pptrain.program import Carried, Instruction, Message, Program, Receive, Send
+from pptrain.schedule import Action, Kind, Placement
 from transports import Lanes
 
 

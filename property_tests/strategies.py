@@ -25,6 +25,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from pptrain.auto import auto
 from pptrain.interleaved import interleaved
 from pptrain.microbatch import Microbatch
+from pptrain.program import Program
 from pptrain.registry import SCHEDULES, count_stages_per_rank
 from pptrain.schedule import Action, Builder, Schedule, gpipe, loop, one_f_one_b, spread, vee
 from pptrain.simulate import Costs
@@ -395,15 +396,52 @@ def any_schedules() -> st.SearchStrategy[str | Builder]:
 
 
 @st.composite
-def placed_schedules(draw: st.DrawFn) -> tuple[Schedule, set[int]]:
+def placed_schedules(
+    draw: st.DrawFn, max_ranks: int = 4, max_more: int = 4, max_microbatches: int = 6
+) -> tuple[Schedule, set[int]]:
     """Random schedules of stages that lie anywhere, and which stages hand a cotangent down; every rank has a stage."""
-    num_ranks = draw(st.integers(1, 4))
-    more = draw(st.lists(st.integers(0, num_ranks - 1), max_size=4))
+    num_ranks = draw(st.integers(1, max_ranks))
+    more = draw(st.lists(st.integers(0, num_ranks - 1), max_size=max_more))
     placement = tuple(draw(st.permutations([*range(num_ranks), *more])))
-    m = draw(st.integers(1, 6))
+    m = draw(st.integers(1, max_microbatches))
     sequence = RandomSchedule(draw(st.integers(0, 2**16))).sequence(len(placement), m)
     first_trained_stage = draw(st.integers(0, len(placement)))
     return spread("random", m, placement, sequence), set(range(first_trained_stage + 1, len(placement)))
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One mistake on one rank; places count modulo what there is."""
+
+    change: Literal["swap", "drop", "double", "move"]
+    rank: int
+    place: int
+    other: int
+
+    def apply(self, programs: Sequence[Program]) -> tuple[Program, ...]:
+        """The programs with this mistake."""
+        edited = [list(program) for program in programs]
+        program = edited[self.rank % len(edited)]
+        if program:
+            self._edit(program, self.place % len(program), self.other % len(program))
+        return tuple(edited)
+
+    def _edit(self, program: Program, a: int, b: int) -> None:
+        match self.change:
+            case "swap":
+                program[a], program[b] = program[b], program[a]
+            case "drop":
+                program.pop(a)
+            case "double":
+                program.insert(b, program[a])
+            case "move":
+                program.insert(b, program.pop(a))
+
+
+def edits(changes: Sequence[str] = ("swap", "drop", "double", "move")) -> st.SearchStrategy[Edit]:
+    """Any one mistake."""
+    place = st.integers(0, 99)
+    return st.builds(Edit, st.sampled_from(changes), rank=st.integers(0, 3), place=place, other=place)
 
 
 def built(schedule: str | Builder, num_ranks: int, num_microbatches: int) -> Schedule:

@@ -3,7 +3,8 @@ import pytest
 from pptrain.errors import NotationError
 from pptrain.notation import parse_program, placement_of, program_to_csv, read_schedule, stage_of
 from pptrain.program import Message, Receive, Send, lower
-from pptrain.schedule import SCHEDULES, Action, unroll
+from pptrain.registry import SCHEDULES
+from pptrain.schedule import Action
 
 TWO_STAGES = """\
 0F0,0SEND_F0,0RECV_B0,0B0
@@ -26,8 +27,9 @@ def test_the_parts_of_a_backward_are_read():
 def test_what_was_written_is_read_again():
     for schedule in SCHEDULES.values():
         for lanes in ("single", "directional"):
-            programs = lower(unroll(schedule, 3, 4), range(3), lanes, {1, 2})
+            programs = lower(schedule(3, 4), lanes, {1, 2, 3, 4, 5})
             assert parse_program(program_to_csv(programs)) == programs
+            assert placement_of(programs) == schedule(3, 4).placement
     assert program_to_csv(parse_program(TWO_STAGES)) == TWO_STAGES
 
 

@@ -16,7 +16,6 @@ from verifier_mutants import CAPACITIES, mutants, valid_cases
 from pptrain.notation import parse_program
 from pptrain.program import Message, Send
 from pptrain.promela import promela
-from pptrain.verify import verify
 
 MISSING = [tool for tool in ("spin", "gcc") if shutil.which(tool) is None]
 needs_spin = pytest.mark.skipif(
@@ -81,8 +80,9 @@ def test_spin_accepts_every_schedule(tmp_path):
 
 
 @needs_spin
-def test_spin_and_the_verifier_agree_on_mutants(tmp_path):
-    cases = [case for _, case in mutants(list(valid_cases(most_stages=3)), 320, random.Random(1))]
+@pytest.mark.parametrize("seed", range(4))
+def test_spin_and_the_verifier_agree_on_80_mutants(tmp_path, seed):
+    cases = [case for _, case in mutants(list(valid_cases(most_stages=3)), 80, random.Random(seed))]
     assert 0 < agree_on_all(cases, tmp_path) < len(cases)
 
 
@@ -136,9 +136,3 @@ def test_a_link_that_spin_cannot_hold_is_refused():
     with pytest.raises(ValueError, match="300 messages"):
         promela([program, []], (0, 1), 300, capacity=None)
     assert "[0] of" in promela([program, []], (0, 1), 300, capacity=0)
-
-
-def test_a_case_that_the_model_calls_wrong_is_wrong():
-    programs = parse_program("0F0,0SEND_F0\n1RECV_F0,1F0")
-    assert not verify(programs, (0, 1))
-    assert verify(programs, (0, 1), is_training=False)
