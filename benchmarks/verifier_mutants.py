@@ -187,7 +187,7 @@ def main() -> None:
         if bool(broken) == is_right:
             wrong.append(case)
         if len(broken) == 1:
-            alone.update(broken)
+            alone.update(list(broken))
     report(counts, wrong, time.perf_counter() - start)
     print("rejected by one claim alone: " + ", ".join(f"{name} {number}" for name, number in alone.most_common()))
     for case in wrong[:3]:
