@@ -106,13 +106,13 @@ def schedules() -> list[str]:
     return ["evaluation", *SCHEDULES, *(name + more for name in whole for more in ("+parts", "+late"))]
 
 
-def valid_cases(most_stages: int = 4) -> Iterator[Case]:
+def valid_cases() -> Iterator[Case]:
     """Valid programs, small enough to be run in every interleaving."""
     for name in schedules():
         for num_ranks in (1, 2, 3, 4):
             for m in (1, 2, 3):
                 schedule = schedule_of(name, num_ranks, m)
-                if schedule.num_stages > most_stages or (schedule.num_stages == 4 and m == 3):
+                if schedule.num_stages > 4 or (schedule.num_stages == 4 and m == 3):
                     continue
                 others = [each for each in PLACEMENTS if len(each) == schedule.num_stages]
                 for placement in dict.fromkeys([schedule.placement, *others]):

@@ -75,7 +75,7 @@ def small(cases):
 
 @needs_spin
 def test_spin_accepts_every_schedule(tmp_path):
-    cases = small(case for case in valid_cases(most_stages=3) if not case.schedule.endswith("+parts"))
+    cases = small(case for case in valid_cases() if not case.schedule.endswith("+parts"))
     assert agree_on_all(cases, tmp_path) == len(cases) >= 60
 
 
@@ -83,7 +83,7 @@ def test_spin_accepts_every_schedule(tmp_path):
 def varied_mutants(number):
     """Mutants of which as many are still right as break any one claim alone, or any other set of claims."""
     groups = dict[tuple[str, ...], list[Case]]()
-    for _, case in mutants(list(valid_cases(most_stages=3)), 10 * number, random.Random(1)):
+    for _, case in mutants(list(valid_cases()), 10 * number, random.Random(1)):
         groups.setdefault(tuple(case.verify().broken), []).append(case)
     in_turn = [case for cases in itertools.zip_longest(*groups.values()) for case in cases if case]
     return groups, in_turn[:number]
