@@ -19,7 +19,7 @@ from typing import cast
 
 from pptrain.errors import NotationError
 from pptrain.program import Carried, Instruction, Message, Program, Receive, Send
-from pptrain.schedule import Action, Kind, Placement
+from pptrain.schedule import Action, Kind, Placement, Schedule
 
 _WORD = re.compile(
     r"(?P<stage>[0-9]{1,5})(?:(?P<verb>SEND|RECV)_(?P<carried>[FB])|(?P<kind>[FBIW]))(?P<microbatch>[0-9]{1,6})"

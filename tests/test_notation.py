@@ -5,6 +5,7 @@ from pptrain.notation import parse_program, placement_of, program_to_csv, read_s
 from pptrain.program import Message, Receive, Send, lower
 from pptrain.registry import SCHEDULES
 from pptrain.schedule import Action
+from pptrain.simulate import simulate
 
 TWO_STAGES = """\
 0F0,0SEND_F0,0RECV_B0,0B0
