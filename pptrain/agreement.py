@@ -19,7 +19,17 @@ Settings = dict[str, str]
 """A run's settings by the flag, without its dashes, that sets them."""
 
 # What may differ between ranks: where files lie, and who writes reports. The contents of model and data are compared.
-_LOCAL = {"model", "data", "adapter_path", "resume_adapter_file", "config", "report_to", "project_name", "transport"}
+_LOCAL = {
+    "model",
+    "data",
+    "adapter_path",
+    "resume_adapter_file",
+    "config",
+    "report_to",
+    "project_name",
+    "transport",
+    "trace",
+}
 _CAPACITY = 64 * 1024
 
 

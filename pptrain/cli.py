@@ -18,6 +18,8 @@ from transports import TransportError, report_of
 _USAGE = """usage: pptrain train [options]     fine-tune a model that is cut into pipeline stages
        pptrain train --demo        the same on a small model made on the spot; needs no network and no files
        pptrain train --help        every option
+       pptrain schedule NAME [options]
+                                   a schedule on paper: drawn, timed, proven, exported; or a file checked
        pptrain launch [options] -- pptrain train [options]
                                    start it on several machines; takes the options of mlx.launch, and ends with the
                                    exit code of the rank that failed first
@@ -46,6 +48,10 @@ def _dispatch(argv: Sequence[str]) -> int:
             return 0
         case ["train", *options]:
             return _train(options)
+        case ["schedule", *options]:
+            from pptrain import show
+
+            return show.run(options)
         case ["launch", *options]:
             from pptrain import launch
 

@@ -145,6 +145,9 @@ class TrainConfig:
     check_messages: bool = _key(
         False, "Send a header before each message, and compare it and the message's checksum on arrival."
     )
+    trace: str | None = _key(
+        None, "Write what ran in the last step, and when, to this file, in the Chrome trace format (for Perfetto)."
+    )
     demo: bool = _key(False, "Train a small model on a small data set, both made on the spot.")
 
     def __post_init__(self) -> None:

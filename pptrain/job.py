@@ -23,9 +23,11 @@ from pptrain.config import TrainConfig
 from pptrain.data import Data, load_data
 from pptrain.errors import ConfigError
 from pptrain.model import find_layers
+from pptrain.perfetto import chrome_trace
 from pptrain.pipeline import Pipeline
 from pptrain.recipe import Loaded, load_base, load_trained, make_optimizer, prepare_training
 from pptrain.report import Console, Metrics
+from pptrain.timeline import on_one_clock
 from pptrain.train import Run, evaluate
 from transports import LoopbackWorld, World, detect, open_world
 
@@ -101,12 +103,21 @@ def _train(
             run.advanced = console.advance
         run.run()
     save(None)
+    if config.trace is not None:
+        _write_trace(Path(config.trace), pipeline, is_first)
     if config.fine_tune_type == "full":
         arrays = pipeline.gather()
         if is_first:
             parts = (loaded.model, loaded.tokenizer, loaded.config)
             save_whole_model(directory, loaded.path, pipeline.slots, arrays, parts)
     return run.losses
+
+
+def _write_trace(path: Path, pipeline: Pipeline, is_first: bool) -> None:
+    spans = on_one_clock(pipeline)
+    if is_first:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(chrome_trace(spans), encoding="utf-8")
 
 
 def vocabulary_size(loaded: Loaded) -> int:

@@ -128,7 +128,9 @@ class Pipeline:
         self._holders = dict[str, list[int]]()
         self._programs = dict[object, tuple[Program, ...]]()
         self.spans = dict[int, list[Span]]()
-        """What each local rank ran in its last step, and when."""
+        """What each local rank ran in its last step, and when by its own clock."""
+        self.ran: tuple[Program, ...] = ()
+        """The programs of all ranks in the last step."""
 
     # -- what a user calls ---------------------------------------------------------------------------------------------
 
@@ -250,6 +252,8 @@ class Pipeline:
         count = mx.array(num_tokens, mx.float32)
         works = [Work(m, j, count, self._seed, step) for j, m in enumerate(microbatches)]
         programs = self._lowered(schedule, len(works))
+        if keep:
+            self.ran = programs
         with kept_random_state():
             done = self.run(lambda transport: self._task(transport, programs[transport.rank], works, keep))
         grads: Grads = {}

@@ -30,10 +30,15 @@ def dropout(tmp_path: Path) -> list[str]:
     return ["--config", str(path)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ring_adapters_are_bit_equal_to_the_loopbacks(world_size, demo_directory, tmp_path, dropout):
+@pytest.mark.parametrize(
+    ("world_size", "schedule"),
+    [(2, "1f1b"), (3, "1f1b"), (2, "interleaved"), (3, "interleaved"), (2, "zb-v"), (3, "zb-v"), (3, "zb-h2")],
+)
+def test_ring_adapters_are_bit_equal_to_the_loopbacks(world_size, schedule, demo_directory, tmp_path, dropout):
+    """The loopback runs 1F1B: neither transport nor schedule changes a bit."""
     ring, loop = tmp_path / "ring", tmp_path / "loop"
-    ended = run_ranks([flags(demo_directory, ring, *dropout)] * world_size, timeout_seconds=180)
+    more = ["--schedule", schedule, "--check-messages"]
+    ended = run_ranks([flags(demo_directory, ring, *dropout, *more)] * world_size, timeout_seconds=180)
     assert [rank.returncode for rank in ended] == [0] * world_size, report(ended)
     alone = run_ranks(
         [flags(demo_directory, loop, *dropout, "--transport", "loopback", "--stages", str(world_size))],
@@ -46,15 +51,19 @@ def test_ring_adapters_are_bit_equal_to_the_loopbacks(world_size, demo_directory
 
 
 def test_ring_reports_come_once_and_name_every_rank(demo_directory, tmp_path):
-    ended = run_ranks(
-        [flags(demo_directory, tmp_path / "out", "--train", "--test", "--test-batches", "1")] * 2, timeout_seconds=180
-    )
+    more = ["--train", "--test", "--test-batches", "1", "--trace", str(tmp_path / "trace.json")]
+    ended = run_ranks([flags(demo_directory, tmp_path / "out", *more)] * 2, timeout_seconds=180)
     assert [rank.returncode for rank in ended] == [0, 0], report(ended)
     assert ended[0].stdout.count("train loss") == 2
     assert ended[0].stdout.count("Test loss") == 1
     assert ended[1].stdout == ""
     reports = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [len(r["peak_memory_by_rank"]) for r in reports if "train_loss" in r] == [2, 2]
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    ends = {e["name"]: e["ts"] + e["dur"] for e in events}
+    assert len(ends) == 2 * 4 * 2
+    # On one clock a forward begins after the one that it needs; other processes may hold up who reads the clock.
+    assert all(e["ts"] > ends[f"0F{e['args']['microbatch']}"] - 1e5 for e in events if e["name"].startswith("1F"))
 
 
 @pytest.mark.parametrize("lanes", ["directional", "single"])
