@@ -24,6 +24,8 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
+from pptrain.registry import SCHEDULES
+
 BATCH, MICROBATCHES = 8, 8
 LEFT_OUT = 2
 """Steps at the start of each process that are not counted: the first ones allocate and warm up."""
@@ -102,10 +104,7 @@ def measure(work: Path, rounds: int, iters: int) -> dict[str, list[float]]:
         ),
         "one process, --microbatches 1": train(1, "--microbatches", "1"),
         "one process": train(1, "--microbatches", m),
-        **{
-            f"two ranks, {name}": train(2, "--microbatches", m, "--schedule", name)
-            for name in ("sequential", "gpipe", "1f1b")
-        },
+        **{f"two ranks, {name}": train(2, "--microbatches", m, "--schedule", name) for name in SCHEDULES},
     }
     seen: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds):
@@ -179,6 +178,7 @@ def show(seen: dict[str, list[float]], args: argparse.Namespace) -> None:
         "1f1b over sequential": median["two ranks, sequential"] / median["two ranks, 1f1b"],
         "time of one stage, one microbatch over mlx_lm.lora": median["one process, --microbatches 1"]
         / median["mlx_lm.lora"],
+        "checked messages over unchecked": median["two ranks, 1f1b, checked messages"] / median["two ranks, 1f1b"],
     }
     print("\n| ratio | seen |\n|---|---|")
     for name, ratio in ratios.items():

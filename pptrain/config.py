@@ -120,6 +120,9 @@ class TrainConfig:
     transport: Literal["auto", "loopback", "ring", "jaccl"] = _key(
         "auto", "What carries the messages; auto is the backend that mlx.launch set up, or else loopback."
     )
+    lanes: Literal["auto", "single", "direction"] = _key(
+        "auto", "One communication at a time on each rank, or a lane in each direction; auto is the transport's own."
+    )
     stages: int | None = _key(
         None, "Number of pipeline ranks; by default one in the loopback, else one for each process.", at_least=1
     )

@@ -29,9 +29,11 @@ from pptrain.recipe import Loaded, load_base, load_trained, make_optimizer, prep
 from pptrain.report import Console, Metrics
 from pptrain.timeline import on_one_clock
 from pptrain.train import Run, evaluate
-from transports import LoopbackWorld, World, detect, open_world
+from transports import Lanes, World, detect, open_world
 
 logger = logging.getLogger(__name__)
+
+_LANES: dict[str, Lanes | None] = {"auto": None, "single": "single", "direction": "directional"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +182,18 @@ def opened(config: TrainConfig) -> Generator[World]:
 def _open(config: TrainConfig) -> World:
     launched = detect()
     name = (launched or "loopback") if config.transport == "auto" else config.transport
-    if name == "loopback":
-        if launched:
-            raise ConfigError(
-                "[transport] loopback runs every stage in one process, but a launcher has started several over "
-                f"{launched}. Leave out --transport, or start one process without mlx.launch."
-            )
-        return LoopbackWorld(config.num_ranks(1))
-    return open_world(name, check_messages=config.check_messages, timeout_seconds=config.timeout)
+    if name == "loopback" and launched:
+        raise ConfigError(
+            "[transport] loopback runs every stage in one process, but a launcher has started several over "
+            f"{launched}. Leave out --transport, or start one process without mlx.launch."
+        )
+    return open_world(
+        name,
+        config.num_ranks(1) if name == "loopback" else None,
+        lanes=_LANES[config.lanes],
+        check_messages=config.check_messages,
+        timeout_seconds=config.timeout,
+    )
 
 
 def _adapter_config(config: TrainConfig) -> dict[str, Any]:
