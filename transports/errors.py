@@ -1,7 +1,8 @@
 """What can go wrong on the wire, told apart by whose fault it is.
 
 `TransportClosed` and `TransportSetupError` are ours or the user's; `PeerLost` and `TransportTimeout` are the other
-side's; `BoundaryMismatch`, `UndeliveredMessage` and `DeadlockError` are a disagreement between both.
+side's; `BoundaryMismatch`, `UndeliveredMessage` and `DeadlockError` are a disagreement between both; `DamagedMessage`
+is the wire's.
 """
 
 import os
@@ -42,6 +43,10 @@ class PeerLost(TransportError):
     exit_code = 3
 
 
+class RankDied(PeerLost):
+    """A rank of a simulated world has died of a fault that was asked for; the others see that they lost a peer."""
+
+
 class TransportTimeout(TransportError):
     """Another rank is there but said nothing in time."""
 
@@ -56,6 +61,10 @@ class Interrupted(TransportError):
 
 class BoundaryMismatch(TransportError):
     """A message has another shape or dtype than its receiver expects."""
+
+
+class DamagedMessage(TransportError):
+    """A message came with other bytes than it was sent with."""
 
 
 class UndeliveredMessage(TransportError):
