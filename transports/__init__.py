@@ -11,9 +11,11 @@ from transports.base import Lanes, Receive, Sum, Task, Transport, Wait, World
 from transports.distributed import TIMEOUT_SECONDS
 from transports.errors import (
     BoundaryMismatch,
+    DamagedMessage,
     DeadlockError,
     Interrupted,
     PeerLost,
+    RankDied,
     TransportClosed,
     TransportError,
     TransportSetupError,
@@ -31,12 +33,14 @@ TransportName = Literal["loopback", "ring", "jaccl"]
 __all__ = [
     "BoundaryMismatch",
     "BufferReceive",
+    "DamagedMessage",
     "DeadlockError",
     "Interrupted",
     "JacclWorld",
     "Lanes",
     "LoopbackWorld",
     "PeerLost",
+    "RankDied",
     "Receive",
     "RingWorld",
     "Sum",

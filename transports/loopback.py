@@ -11,179 +11,30 @@ What a rank asked for moves in the order that `lines` says, over links of a stat
 
 Sends of directional lanes leave in the background. Everything else moves only while its rank waits for it, or for
 something in line behind it, as over real processes, where nobody takes a message while the rank computes.
+
+The first error that leaves a rank's task, and the first death, ends the run: every other rank that has not ended gets
+word of it at its wait, in `PeerLost`. What a stalled link holds back is `TransportTimeout` on the rank that waits for
+it. In checked mode no fault makes a wrong number: without it, a flipped bit is not seen and a doubled message is taken
+for the next one.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import TypeVar, cast
 
-import mlx.core as mx
-
-from transports.base import Lanes, Receive, Sum, Task, Transport, Wait, World
-from transports.buffers import fill, poisoned
-from transports.errors import BoundaryMismatch, DeadlockError, TransportClosed, TransportError, UndeliveredMessage
-from transports.lines import first_in_line, is_behind, needed
-from transports.operations import Arrive, BufferReceive, Collective, Flush, Link, Message, Operation, Send, form
+from transports.base import Lanes, Task, World
+from transports.buffers import fill
+from transports.errors import BoundaryMismatch, DeadlockError, RankDied, TransportError, UndeliveredMessage
+from transports.faults import Dies, Fault
+from transports.links import Link, Message, Topology, neighbours
+from transports.operations import Arrive, Collective, Operation, Send
+from transports.simulated import Event, LoopbackTransport, Rules
 
 T = TypeVar("T")
-
-
-class LoopbackTransport(Transport):
-    """One rank of a `LoopbackWorld`."""
-
-    def __init__(self, rank: int, world_size: int, lanes: Lanes, timer: Callable[[], float]) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.lanes: Lanes = lanes
-        self.pending: list[Operation] = []
-        self.is_running = False
-        self._waits_for: Operation | None = None
-        self._failure: TransportError | None = None
-        self._closed_because: str | None = None
-        self._position = "its beginning"
-        self._timer = timer
-        self._now = 0.0
-        self._resumed_at: float | None = None
-
-    def send(self, array: mx.array, to: int, label: str = "") -> Wait:
-        """Copy the array's value now; see `Transport.send`."""
-        self._check_usable(to)
-        send = Send(self.clock(), to, Message.of(array, label))
-        self.pending.append(send)
-        return send if self.lanes == "single" else Flush(send.ready_at, [])
-
-    def receive(self, shape: Sequence[int], dtype: mx.Dtype, source: int, label: str = "") -> Receive:
-        """Make a buffer that shows as poison until it is filled in place; see `Transport.receive`."""
-        self._check_usable(source)
-        return BufferReceive(poisoned(shape, dtype), source, label)
-
-    def arrive(self, receive: Receive) -> Wait:
-        """Queue up for the next message of the link; see `Transport.arrive`."""
-        if not isinstance(receive, BufferReceive):
-            raise TypeError(f"[rank {self.rank}] {receive!r} is no receive of this transport.")
-        self._check_usable(receive.source)
-        if receive.is_asked_for:
-            raise TransportError(f"[rank {self.rank}] arrive was called twice for {receive.label or 'a receive'}.")
-        receive.is_asked_for = True
-        self.pending.append(Arrive(self.clock(), receive))
-        return self.pending[-1]
-
-    def all_sum(self, array: mx.array, label: str = "") -> Sum:
-        """Queue up for the next collective; see `Transport.all_sum`."""
-        self._check_usable()
-        collective = Collective(self.clock(), Message.of(array, label))
-        self.pending.append(collective)
-        return collective
-
-    def flush(self) -> Wait:
-        """Wait for every send that has been asked for so far; see `Transport.flush`."""
-        self._check_usable()
-        return Flush(self.clock(), self._sends())
-
-    def clock(self) -> float:
-        """Virtual seconds: those that this rank computed, and those that it waited for others' virtual time."""
-        return self._now + (0.0 if self._resumed_at is None else self._timer() - self._resumed_at)
-
-    def stand_at(self, position: str) -> None:
-        """Remember the position for reports; see `Transport.stand_at`."""
-        self._position = position
-
-    def close(self) -> None:
-        """Take no more orders; what was sent is still delivered."""
-        self._close("it was closed")
-
-    def fail(self, error: TransportError) -> None:
-        """End this rank's wait with an error, and the transport with it."""
-        self._failure = error
-        self.pending.clear()
-        self._close(f"its first error was {error}")
-
-    def abandon(self, because: str) -> None:
-        """Stop running and close, without delivering anything more."""
-        self.is_running, self._failure = False, None
-        self.pending.clear()
-        self._close(because)
-
-    def begin(self) -> None:
-        """Take up a new task."""
-        self.is_running, self._waits_for = True, None
-
-    def resume(self, task: Task[T]) -> None:
-        """Run this rank to its next wait, on its own clock; raises `StopIteration` at its end."""
-        if self._waits_for is not None:
-            self._now = max(self._now, self._waits_for.when())
-        failure, self._failure, self._waits_for = self._failure, None, None
-        self._resumed_at = self._timer()
-        try:
-            wait = next(task) if failure is None else task.throw(failure)
-        finally:
-            self._now, self._resumed_at = self.clock(), None
-        if not isinstance(wait, Operation):
-            raise TypeError(f"[rank {self.rank}] yielded {wait!r}, which is no wait of this transport.")
-        self._waits_for = wait
-
-    def can_go_on(self) -> bool:
-        """Whether this rank's wait is over, one way or the other."""
-        if not self.is_running:
-            return False
-        return self._failure is not None or self._waits_for is None or self._waits_for.is_over()
-
-    def startable(self) -> list[Operation]:
-        """The operations that are first in their line, and waited for or in the background."""
-        wanted = self._wanted()
-        first = first_in_line(self.pending, self.lanes)
-        return [op for op in first if op in wanted or self._is_background(op)]
-
-    def begins_at(self, operation: Operation) -> float:
-        """When a startable operation begins: what is not in the background begins when its rank waits."""
-        return operation.ready_at if self._is_background(operation) else max(operation.ready_at, self.clock())
-
-    def finish(self, operation: Operation, at: float) -> None:
-        """Let an operation be over, and those in line behind it begin."""
-        operation.over_at = at
-        self.pending.remove(operation)
-        for later in self.pending:
-            if is_behind(later, operation, self.lanes):
-                later.ready_at = max(later.ready_at, at)
-
-    def describe(self) -> str:
-        """Where this rank stands and what it waits for, for a deadlock's report."""
-        wanted = self._wanted()
-        if not self.is_running:
-            return "; ".join([f"rank {self.rank} has ended", *(f"but waits for {op.describe()}" for op in wanted)])
-        if self._waits_for is None:
-            return f"rank {self.rank} stands at {self._position}"
-        behind = (
-            f", in line behind {wanted[0].describe()}" if wanted and wanted[0] not in self._waits_for.needs() else ""
-        )
-        return f"rank {self.rank} stands at {self._position} and waits for {self._waits_for.describe()}{behind}"
-
-    def _is_background(self, operation: Operation) -> bool:
-        return self.lanes == "directional" and isinstance(operation, Send)
-
-    def _wanted(self) -> list[Operation]:
-        """What this rank waits for, and what that is in line behind, in the order of the program."""
-        targets = [] if self._waits_for is None else list(self._waits_for.needs())
-        if self._closed_because is not None or not self.is_running:
-            targets += self._sends()  # Whoever has ended or closed still delivers what it sent.
-        return needed(self.pending, targets, self.lanes)
-
-    def _sends(self) -> list[Operation]:
-        return [operation for operation in self.pending if isinstance(operation, Send)]
-
-    def _close(self, because: str) -> None:
-        self._closed_because = self._closed_because or because
-
-    def _check_usable(self, *peers: int) -> None:
-        if self._closed_because is not None:
-            raise TransportClosed(f"[rank {self.rank}] this transport is closed: {self._closed_because}")
-        for peer in peers:
-            if peer == self.rank or not 0 <= peer < self.world_size:
-                others = [rank for rank in range(self.world_size) if rank != self.rank]
-                raise TransportError(f"[rank {self.rank}] no link leads to rank {peer}. Links lead to {others}.")
+Pair = tuple[int, int]
 
 
 class LoopbackWorld(World):
@@ -195,6 +46,20 @@ class LoopbackWorld(World):
         lanes: Whether a rank does one communication at a time, or sends in the background.
         seed: Decides who goes on, wherever several ranks can.
         timer: Measures how long a rank computes, in seconds.
+        topology: Which ranks have links.
+        latency_seconds: How long a message takes after it has left; for all links, or by `(source, to)`. A sum takes as
+            long as its array takes over the slowest link.
+        bandwidth_bytes_per_second: How fast a message leaves; for all links, or by `(source, to)`; None for at once.
+        durations: How many seconds the instruction at a position takes; they pass when its rank comes to stand at it,
+            and nothing is measured. None to measure with `timer`.
+        faults: What goes wrong.
+        timeout_seconds: How long a wait may last on its rank's clock; None for as long as it takes.
+        check_messages: Whether each message carries a header by which its receiver knows it, and its bytes.
+
+    Attributes:
+        outcomes: Of the last run: for each rank what it returned, or the error that ended it.
+        log: What happened in the last run, in the order in which the world did it. It is the same again for the same
+            tasks and arguments; its seconds too, where they are given and not measured.
     """
 
     def __init__(
@@ -205,15 +70,47 @@ class LoopbackWorld(World):
         lanes: Lanes = "directional",
         seed: int = 0,
         timer: Callable[[], float] = perf_counter,
+        topology: Topology = "mesh",
+        latency_seconds: float | Mapping[Pair, float] = 0.0,
+        bandwidth_bytes_per_second: float | Mapping[Pair, float] | None = None,
+        durations: Callable[[str], float] | None = None,
+        faults: Sequence[Fault] = (),
+        timeout_seconds: float | None = None,
+        check_messages: bool = False,
     ) -> None:
         if world_size < 1 or (capacity is not None and capacity < 0):
             raise ValueError(f"A loopback needs a rank and no negative capacity, not {world_size=}, {capacity=}.")
         self.world_size = world_size
         self.local_ranks = tuple(range(world_size))
-        self._transports = [LoopbackTransport(rank, world_size, lanes, timer) for rank in self.local_ranks]
-        pairs = [(source, to) for source in self.local_ranks for to in self.local_ranks if source != to]
-        self._links = {pair: Link(capacity) for pair in pairs}
+        self.outcomes: dict[int, object] = {}
+        self.log: list[Event] = []
+        self._line = (
+            f"LoopbackWorld({world_size}, {capacity=}, {lanes=}, {seed=}, {topology=}, {latency_seconds=}, "
+            f"{bandwidth_bytes_per_second=}, {timeout_seconds=}, {check_messages=}, {faults=})"
+        )
+        self._timeout_seconds = timeout_seconds
         self._random = random.Random(seed)
+        rules = Rules(world_size, topology, lanes, durations, timer, timeout_seconds)
+        self._transports = [
+            LoopbackTransport(rank, rules, [f for f in faults if isinstance(f, Dies) and f.rank == rank], self.log)
+            for rank in self.local_ranks
+        ]
+        pairs = [(rank, to) for rank in self.local_ranks for to in neighbours(rank, world_size, topology)]
+        _check_places(faults, self.local_ranks, pairs)
+        self._links = {
+            pair: Link(
+                capacity,
+                _of_link(latency_seconds, pair) or 0.0,
+                _of_link(bandwidth_bytes_per_second, pair),
+                [fault for fault in faults if not isinstance(fault, Dies) and (fault.source, fault.to) == pair],
+                check_messages,
+            )
+            for pair in pairs
+        }
+
+    def __repr__(self) -> str:
+        """The call that makes this world again, but for its timer and durations."""
+        return self._line
 
     def transport(self, rank: int) -> LoopbackTransport:
         """The transport of a rank; see `World.transport`."""
@@ -225,13 +122,24 @@ class LoopbackWorld(World):
         Raises:
             DeadlockError: If nobody can go on.
             UndeliveredMessage: If all have ended and a message was not received.
-            Exception: Whatever a task raised first; the others are closed at their waits, and all transports too.
+            RankDied: If a fault said so.
+            Exception: Whatever a task raised first; the others got word of it, and all transports are closed.
         """
+        for _ in self.steps(tasks):
+            pass
+        return cast(dict[int, T], dict(sorted(self.outcomes.items())))
+
+    def steps(self, tasks: Mapping[int, Task[T]]) -> Iterator[int]:
+        """Run as `run` does, and yield the rank that went on after each step."""
         if sorted(tasks) != list(self.local_ranks):
             raise ValueError(f"Expected a task for each of the ranks {self.local_ranks}, not for {sorted(tasks)}.")
+        self.log.clear()
+        self.outcomes = {}
         try:
-            return self._run(tasks)
+            yield from self._steps(tasks)
         except BaseException as error:
+            if isinstance(error, Exception):
+                self._spread(error, tasks)
             for rank, task in tasks.items():
                 self._transports[rank].abandon(f"the run ended with {type(error).__name__}: {error}")
                 task.close()
@@ -247,27 +155,81 @@ class LoopbackWorld(World):
         for transport in self._transports:
             transport.close()
 
-    def _run(self, tasks: Mapping[int, Task[T]]) -> dict[int, T]:
-        results: dict[int, T] = {}
+    def _steps(self, tasks: Mapping[int, Task[T]]) -> Iterator[int]:
         for transport in self._transports:
             transport.begin()
-        while len(results) < self.world_size:
+        while any(transport.is_running for transport in self._transports):
             transport = self._choose()
-            try:
-                transport.resume(tasks[transport.rank])
-            except StopIteration as end:
-                results[transport.rank] = cast(T, end.value)
-                transport.is_running = False
+            self._resume(transport, tasks[transport.rank])
             self._settle()
+            yield transport.rank
         self._check_all_delivered()
-        return dict(sorted(results.items()))
+
+    def _resume(self, transport: LoopbackTransport, task: Task[T]) -> None:
+        try:
+            transport.resume(task)
+        except StopIteration as end:
+            self.outcomes[transport.rank] = end.value
+            transport.is_running = False
+            transport.record("ends")
+        except Exception as error:
+            self.outcomes[transport.rank] = error
+            transport.is_running = False
+            raise
+
+    def _spread(self, error: Exception, tasks: Mapping[int, Task[T]]) -> None:
+        """Give word of the first error to every rank that has not ended, in a seeded order."""
+        for transport in self._transports:
+            if transport.death is error:  # It may have died in the background, with its task at a wait or ended.
+                self.outcomes[transport.rank], transport.is_running = error, False
+                transport.abandon(str(error))
+        guilty = [self._transports[rank] for rank, outcome in self.outcomes.items() if outcome is error]
+        for transport in self._random.sample(self._transports, self.world_size):
+            if transport.is_running or (transport not in guilty and transport.unsent()):
+                self.outcomes[transport.rank] = failure = _word_of(error, guilty, transport)
+                if transport.is_running:
+                    self._end(transport, tasks[transport.rank], failure)
+
+    def _end(self, transport: LoopbackTransport, task: Task[T], failure: TransportError) -> None:
+        """Let a rank end with a failure; one that would wait again is ended where it stands."""
+        try:
+            self._resume(transport, task)
+        except Exception as error:
+            if error is not failure:
+                transport.record(f"ends with {type(error).__name__}: {error}")
 
     def _choose(self) -> LoopbackTransport:
         ready = [transport for transport in self._transports if transport.can_go_on()]
-        if not ready:
-            ranks = "\n".join(f"  {transport.describe()}" for transport in self._transports)
-            raise DeadlockError(f"No rank can go on:\n{ranks}")
-        return self._random.choice(ready)
+        if ready:
+            return self._random.choice(ready)
+        stalled = [(t, op) for t in self._transports if t.is_running for op in t.wanted() if self._is_stalled(t, op)]
+        if self._timeout_seconds is None or not stalled:
+            raise DeadlockError("\n".join(["No rank can go on:", *self._standing(), *self._still_links()]))
+        late, operation = min(stalled, key=lambda pair: (pair[0].times_out_at(), pair[0].rank))
+        late.time_out(operation)
+        return late
+
+    def _is_stalled(self, transport: LoopbackTransport, operation: Operation) -> bool:
+        """Whether an operation would move if its link did not stand still for ever."""
+        match operation:
+            case Send():
+                return self._links[transport.rank, operation.to].stands_still()
+            case Arrive(receive=receive):
+                link = self._links[receive.source, transport.rank]
+                unsent = [send for send in self._transports[receive.source].unsent() if send.lane[1] == transport.rank]
+                return link.stands_still() and not link.wire and bool(unsent)
+            case _:
+                return False
+
+    def _standing(self) -> list[str]:
+        return [f"  {transport.describe()}" for transport in self._transports]
+
+    def _still_links(self) -> list[str]:
+        return [
+            f"  the link from rank {source} to rank {to} stands still before message {link.num_carried}"
+            for (source, to), link in self._links.items()
+            if link.stands_still()
+        ]
 
     def _settle(self) -> None:
         """Move everything that can move."""
@@ -288,39 +250,35 @@ class LoopbackWorld(World):
 
     def _advance_send(self, sender: LoopbackTransport, send: Send) -> bool:
         link, receiver = self._links[sender.rank, send.to], self._transports[send.to]
-        if link.is_rendezvous:
-            takers = [op for op in receiver.startable() if isinstance(op, Arrive) and op.lane == ("from", sender.rank)]
-            for arrive in takers:
-                met_at = max(sender.begins_at(send), receiver.begins_at(arrive))
-                sender.finish(send, met_at)
-                self._deliver(send.message, receiver, arrive, met_at)
-            return bool(takers)
-        if not link.has_room():
+        takers = self._takers(receiver, sender.rank) if link.is_rendezvous else []
+        if not link.has_room() or link.stands_still() or (link.is_rendezvous and not takers):
             return False
-        sender.finish(send, link.put(send.message, sender.begins_at(send)))
+        sender.die_if("in", "communication", send.number)
+        for fault in link.faults_ahead():
+            sender.record(f"meets {fault!r}")
+        meets_at = [receiver.begins_at(arrive) for arrive in takers]
+        sender.finish(send, link.carry(send.message, max([sender.begins_at(send), *meets_at])))
+        for arrive in takers:
+            self._advance_arrive(receiver, arrive)
         return True
+
+    def _takers(self, receiver: LoopbackTransport, source: int) -> list[Arrive]:
+        """What stands first in line for a source's next message: one, or none."""
+        return [op for op in receiver.startable() if isinstance(op, Arrive) and op.lane == ("from", source)]
 
     def _advance_arrive(self, receiver: LoopbackTransport, arrive: Arrive) -> bool:
         link = self._links[arrive.receive.source, receiver.rank]
         if not link.wire:
             return False
+        receiver.die_if("in", "communication", arrive.number)
+        sequence = link.num_taken
         message, taken_at = link.take(receiver.begins_at(arrive))
-        self._deliver(message, receiver, arrive, taken_at)
+        receiver.finish(arrive, taken_at)
+        if (error := arrive.refusal(message, sequence, f"[rank {receiver.rank}]")) is None:
+            fill(arrive.receive.array, message.data)
+        else:
+            receiver.fail(error, taken_at)
         return True
-
-    def _deliver(self, message: Message, receiver: LoopbackTransport, arrive: Arrive, at: float) -> None:
-        array = arrive.receive.array
-        receiver.finish(arrive, at)
-        if message.form == form(array.shape, array.dtype):
-            fill(array, message.data)
-            return
-        receiver.fail(
-            BoundaryMismatch(
-                f"[rank {receiver.rank}] rank {arrive.receive.source} sent {message.label or 'a message'} as "
-                f"{message.form}, but {arrive.label or 'this receive'} expects {form(array.shape, array.dtype)}. "
-                f"Do both ranks use the same microbatch size and dtype?"
-            )
-        )
 
     def _advance_collective(self) -> bool:
         """Sum in the order of the ranks, once all of them have come."""
@@ -329,14 +287,17 @@ class LoopbackWorld(World):
             return False
         self._check_agreement(came)
         self._check_nothing_on_the_wire(came)
+        for transport, collective in zip(self._transports, came, strict=True):
+            transport.die_if("in", "communication", collective.number)
         total = came[0].addend.array()
         for other in came[1:]:
             total = total + other.addend.array()
         summed = Message.of(total, came[0].label)
-        at = max(transport.begins_at(op) for transport, op in zip(self._transports, came, strict=True))
+        begun_at, last = max((t.begins_at(op), t.rank) for t, op in zip(self._transports, came, strict=True))
+        over_at = begun_at + max((link.crossing_seconds(summed.data.size) for link in self._links.values()), default=0)
         for transport, collective in zip(self._transports, came, strict=True):
-            collective.array = summed.array()
-            transport.finish(collective, at)
+            collective.array, collective.last_rank = summed.array(), last
+            transport.finish(collective, over_at)
         return True
 
     def _check_agreement(self, came: Sequence[Collective]) -> None:
@@ -359,5 +320,29 @@ class LoopbackWorld(World):
         return "\n".join(
             f"  {message.label or 'a message'} from rank {source} to rank {to}, {message.form}"
             for (source, to), link in self._links.items()
-            for message, _ in link.wire
+            for message in (carried.message for carried in link.wire)
         )
+
+
+def _of_link(value: float | Mapping[Pair, float] | None, pair: Pair) -> float | None:
+    return value.get(pair) if isinstance(value, Mapping) else value
+
+
+def _check_places(faults: Sequence[Fault], ranks: Sequence[int], pairs: Sequence[Pair]) -> None:
+    for fault in faults:
+        is_there = fault.rank in ranks if isinstance(fault, Dies) else (fault.source, fault.to) in pairs
+        if not is_there:
+            raise ValueError(f"{fault!r} has no such place in this world. Ranks are {list(ranks)}, links {pairs}.")
+
+
+def _word_of(error: Exception, guilty: Sequence[LoopbackTransport], transport: LoopbackTransport) -> TransportError:
+    """End a rank's wait with word of the cause: a peer that it has lost, or what is wrong with all of them."""
+    if guilty:
+        how = "" if isinstance(error, RankDied) else f" with {type(error).__name__}"
+        failure = transport.lose(f"rank {guilty[0].rank} has ended{how}: {error}", guilty[0].clock())
+        failure.__cause__ = error
+        return failure
+    is_ours = isinstance(error, TransportError)
+    failure = type(error)(str(error)) if is_ours else TransportError(f"The run ended with {error!r}")
+    transport.fail(failure)
+    return failure

@@ -1,4 +1,4 @@
-"""What a simulated rank can be waiting for, and the links that its messages take.
+"""What a simulated rank can be waiting for.
 
 Times are seconds on the ranks' virtual clocks.
 """
@@ -6,75 +6,17 @@ Times are seconds on the ranks' virtual clocks.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from transports.base import Receive, Sum, Wait
-from transports.buffers import Bytes, array_from, bytes_of, poisoned
+from transports.buffers import byte_count, poisoned
+from transports.errors import BoundaryMismatch, DamagedMessage, TransportError
+from transports.header import damage, mismatch
 from transports.lines import COLLECTIVE, Lane
-
-
-def form(shape: Sequence[int], dtype: mx.Dtype) -> str:
-    """Shape and dtype in words: `float32 (2, 3)`."""
-    return f"{str(dtype).removeprefix('mlx.core.')} {tuple(shape)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A copy of an array's values."""
-
-    data: Bytes
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-    label: str
-
-    @classmethod
-    def of(cls, array: mx.array, label: str) -> Message:
-        """Evaluate an array and copy its values."""
-        return cls(bytes_of(array), tuple(array.shape), array.dtype, label)
-
-    def array(self) -> mx.array:
-        """A new array with these values."""
-        return array_from(self.data, self.shape, self.dtype)
-
-    @property
-    def form(self) -> str:
-        """Shape and dtype in words: `float32 (2, 3)`."""
-        return form(self.shape, self.dtype)
-
-
-class Link:
-    """One direction between two ranks: the messages under way, and since when each free slot has been free.
-
-    Args:
-        capacity: How many messages can be under way; None for any number, 0 for a rendezvous.
-    """
-
-    def __init__(self, capacity: int | None) -> None:
-        self.is_rendezvous = capacity == 0
-        self.wire: deque[tuple[Message, float]] = deque()
-        self._free_since = None if capacity is None else deque([0.0] * capacity)
-
-    def has_room(self) -> bool:
-        """Whether another message can get under way."""
-        return self._free_since is None or bool(self._free_since)
-
-    def put(self, message: Message, at: float) -> float:
-        """Put a message on the wire; returns when it left, which is later than `at` if it had to wait for room."""
-        left_at = at if self._free_since is None else max(at, self._free_since.popleft())
-        self.wire.append((message, left_at))
-        return left_at
-
-    def take(self, at: float) -> tuple[Message, float]:
-        """Take the oldest message off the wire; returns it, and when a rank that came at `at` had it."""
-        message, left_at = self.wire.popleft()
-        taken_at = max(at, left_at)
-        if self._free_since is not None:
-            self._free_since.append(taken_at)
-        return message, taken_at
+from transports.links import Message, form
 
 
 class Operation(Wait):
@@ -85,6 +27,7 @@ class Operation(Wait):
         self.lane = lane
         self.label = label
         self.over_at: float | None = None
+        self.number = -1  # Which of its rank's communications this is; waits that are none have no number.
 
     @abstractmethod
     def describe(self) -> str:
@@ -137,6 +80,31 @@ class Arrive(Operation):
         """What is being waited for: `1B0 from rank 1`."""
         return f"{self.label or 'a message'} from rank {self.receive.source}"
 
+    def refusal(self, message: Message, sequence: int, where: str) -> TransportError | None:
+        """Why a message cannot be what this waits for, if it cannot.
+
+        Args:
+            message: What has come.
+            sequence: How many have come on this link before it.
+            where: What the error's message begins with.
+        """
+        array, header = self.receive.array, message.header
+        came = f"{where} {message.label or 'a message'} from rank {self.receive.source}:"
+        if header is not None:
+            if text := mismatch(header, sequence, self.label, array.shape, array.dtype):
+                return BoundaryMismatch(f"{came} {text}. Do both ranks run the same program?")
+            if text := damage(header, message.data):
+                return DamagedMessage(f"{came} {text}.")
+        if message.form != form(array.shape, array.dtype):
+            return BoundaryMismatch(
+                f"{where} rank {self.receive.source} sent {message.label or 'a message'} as {message.form}, but "
+                f"{self.label or 'this receive'} expects {form(array.shape, array.dtype)}. "
+                f"Do both ranks use the same microbatch size and dtype?"
+            )
+        if message.data.size != (expected := byte_count(array.shape, array.dtype)):
+            return DamagedMessage(f"{came} it came with {message.data.size} bytes, and was sent with {expected}.")
+        return None
+
 
 class Collective(Operation, Sum):
     """A sum that not every rank has come to yet."""
@@ -145,10 +113,12 @@ class Collective(Operation, Sum):
         super().__init__(ready_at, COLLECTIVE, addend.label)
         self.addend = addend
         self.array = poisoned(addend.shape, addend.dtype)
+        self.last_rank: int | None = None
 
     def describe(self) -> str:
-        """What is being waited for: `every rank to come to the norm`."""
-        return f"every rank to come to {self.label or 'an all_sum'}"
+        """What is being waited for: `every rank to come to the norm`, and who came last if all have."""
+        last = "" if self.last_rank is None else f", of which rank {self.last_rank} came last"
+        return f"every rank to come to {self.label or 'an all_sum'}{last}"
 
 
 class Flush(Operation):
@@ -163,5 +133,7 @@ class Flush(Operation):
         return self._sends
 
     def describe(self) -> str:
-        """What is being waited for: the sends that have not left."""
-        return ", ".join(send.describe() for send in self._sends if send.over_at is None)
+        """What is being waited for: the sends that have not left, or the one that left last."""
+        left = [send for send in self._sends if send.over_at is None]
+        last = sorted(self._sends, key=lambda send: send.over_at or 0.0)[-1:]
+        return ", ".join(send.describe() for send in left or last) or "nothing"
