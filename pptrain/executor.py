@@ -58,6 +58,7 @@ class Executor:
             ScheduleError: If an action comes before what it needs.
         """
         for place, instruction in enumerate(self._program):
+            start = self._transport.clock()  # Before it is told: a simulated world lets given durations pass there.
             self._transport.stand_at(f"{instruction} (instruction {place})")
             match instruction:
                 case Send():
@@ -68,7 +69,6 @@ class Executor:
                         yield self._transport.arrive(incoming)
                     self._received.add(instruction.message)
                 case Action():
-                    start = self._transport.clock()
                     self._act(instruction, works)
                     self.spans.append(Span(instruction, start, self._transport.clock()))
         yield self._transport.flush()
