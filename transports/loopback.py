@@ -50,8 +50,8 @@ class LoopbackWorld(World):
         latency_seconds: How long a message takes after it has left; for all links, or by `(source, to)`. A sum takes as
             long as its array takes over the slowest link.
         bandwidth_bytes_per_second: How fast a message leaves; for all links, or by `(source, to)`; None for at once.
-        durations: How many seconds the instruction at a position takes; they pass when its rank comes to stand at it,
-            and nothing is measured. None to measure with `timer`.
+        durations: How many seconds an instruction takes, or the one at a position; they pass when its rank comes to
+            stand at it, and nothing is measured. None to measure with `timer`.
         faults: What goes wrong.
         timeout_seconds: How long a wait may last on its rank's clock; None for as long as it takes.
         check_messages: Whether each message carries a header by which its receiver knows it, and its bytes.
@@ -73,7 +73,7 @@ class LoopbackWorld(World):
         topology: Topology = "mesh",
         latency_seconds: float | Mapping[Pair, float] = 0.0,
         bandwidth_bytes_per_second: float | Mapping[Pair, float] | None = None,
-        durations: Callable[[str], float] | None = None,
+        durations: Callable[[str], float] | float | None = None,
         faults: Sequence[Fault] = (),
         timeout_seconds: float | None = None,
         check_messages: bool = False,
@@ -86,7 +86,7 @@ class LoopbackWorld(World):
         self.log: list[Event] = []
         self._line = (
             f"LoopbackWorld({world_size}, {capacity=}, {lanes=}, {seed=}, {topology=}, {latency_seconds=}, "
-            f"{bandwidth_bytes_per_second=}, {timeout_seconds=}, {check_messages=}, {faults=})"
+            f"{bandwidth_bytes_per_second=}, {durations=}, {timeout_seconds=}, {check_messages=}, {faults=})"
         )
         self._timeout_seconds = timeout_seconds
         self._random = random.Random(seed)
@@ -109,7 +109,7 @@ class LoopbackWorld(World):
         }
 
     def __repr__(self) -> str:
-        """The call that makes this world again, but for its timer and durations."""
+        """The call that makes this world again; functions do not show in it."""
         return self._line
 
     def transport(self, rank: int) -> LoopbackTransport:

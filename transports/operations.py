@@ -122,18 +122,28 @@ class Collective(Operation, Sum):
 
 
 class Flush(Operation):
-    """The wait for a rank's own sends; never in line itself."""
+    """The wait for a rank's own sends; never in line itself.
 
-    def __init__(self, ready_at: float, sends: Sequence[Operation]) -> None:
+    Args:
+        ready_at: When it was asked for.
+        sends: The sends that had not moved then.
+        left_at: When the last of those that had moved has left.
+    """
+
+    def __init__(self, ready_at: float, sends: Sequence[Operation], left_at: float = 0.0) -> None:
         super().__init__(ready_at, ("flush", -1), "flush")
         self._sends = sends
+        self._left_at = left_at
 
     def needs(self) -> Sequence[Operation]:
         """The sends that had been asked for when this was."""
         return self._sends
 
+    def when(self) -> float:
+        """When this was over."""
+        return max(self._left_at, super().when())
+
     def describe(self) -> str:
-        """What is being waited for: the sends that have not left, or the one that left last."""
+        """What is being waited for: the sends that have not left, or all if only their time is not over."""
         left = [send for send in self._sends if send.over_at is None]
-        last = sorted(self._sends, key=lambda send: send.over_at or 0.0)[-1:]
-        return ", ".join(send.describe() for send in left or last) or "nothing"
+        return ", ".join(send.describe() for send in left or self._sends) or "its sends to leave"

@@ -12,7 +12,7 @@ from transports.base import Lanes, Receive, Sum, Task, Transport, Wait
 from transports.buffers import poisoned
 from transports.errors import PeerLost, RankDied, TransportClosed, TransportError, TransportTimeout
 from transports.faults import Dies, Part, When
-from transports.lines import first_in_line, is_behind, needed
+from transports.lines import Lane, first_in_line, is_behind, needed
 from transports.links import Message, Topology, neighbours
 from transports.operations import Arrive, BufferReceive, Collective, Flush, Operation, Send
 
@@ -32,20 +32,32 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class Done:
+    """When the last operation of a lane was over, by virtual time: which can be later than its rank's own clock."""
+
+    lane: Lane
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Rules:
     """What holds for every rank of a world."""
 
     world_size: int
     topology: Topology
     lanes: Lanes
-    seconds_of: Callable[[str], float] | None
+    durations: Callable[[str], float] | float | None
     """How long the instruction at a position takes; None to measure it."""
     timer: Callable[[], float]
     timeout_seconds: float | None
 
     def measured(self) -> float:
         """Seconds of the clock that measures; it stands still where durations are given."""
-        return self.timer() if self.seconds_of is None else 0.0
+        return self.timer() if self.durations is None else 0.0
+
+    def given(self, position: str) -> float:
+        """Seconds that pass at a position without being measured."""
+        return self.durations(position) if callable(self.durations) else self.durations or 0.0
 
 
 class LoopbackTransport(Transport):
@@ -62,6 +74,7 @@ class LoopbackTransport(Transport):
         self._peers = neighbours(rank, rules.world_size, rules.topology)
         self._deaths = deaths
         self._log = log
+        self._done: dict[Lane, Done] = {}
         self._num_communications = 0
         self._num_instructions = 0
         self._waits_for: Operation | None = None
@@ -106,7 +119,8 @@ class LoopbackTransport(Transport):
     def flush(self) -> Wait:
         """Wait for every send that has been asked for so far; see `Transport.flush`."""
         self._check_usable()
-        return Flush(self.clock(), self.unsent())
+        left_at = max((done.at for done in self._done.values() if done.lane[0] == "to"), default=0.0)
+        return Flush(self.clock(), self.unsent(), left_at)
 
     def clock(self) -> float:
         """Virtual seconds: those that this rank computed, and those that it waited for others' virtual time."""
@@ -120,7 +134,7 @@ class LoopbackTransport(Transport):
         self._position = position
         self.record(f"stands at {position}")
         self._end_task_if("before", "instruction", number)
-        seconds = 0.0 if self._rules.seconds_of is None else self._rules.seconds_of(position)
+        seconds = self._rules.given(position)
         self._now += seconds / 2
         self._end_task_if("in", "instruction", number)
         self._now += seconds / 2
@@ -227,6 +241,7 @@ class LoopbackTransport(Transport):
         """Let an operation be over, and those in line behind it begin."""
         operation.over_at = at
         self.pending.remove(operation)
+        self._done[operation.lane] = Done(operation.lane, at)
         self._log.append(Event(at, self.rank, f"has waited for {operation.describe()}"))
         for later in self.pending:
             if is_behind(later, operation, self.lanes):
@@ -266,6 +281,8 @@ class LoopbackTransport(Transport):
     def _ask_for(self, operation: Operation) -> None:
         operation.number = self._num_communications
         self._num_communications += 1
+        behind = [done.at for done in self._done.values() if is_behind(operation, done, self.lanes)]
+        operation.ready_at = max([operation.ready_at, *behind])
         self.record(f"asks for {operation.describe()}")
         self._end_task_if("before", "communication", operation.number)
         self.pending.append(operation)
