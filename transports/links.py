@@ -3,10 +3,9 @@
 Times are seconds on the ranks' virtual clocks. A message of n bytes that begins at t::
 
     t ──────────────────> left: t + n / bandwidth ──────> there: left + latency
-      begins when the         the sender's single           the receiver has it, if it
-      message before it       lane goes on; the next        has come to wait for it by then
-      has left and there      message may begin
-      is room
+      when what it is in      a single lane goes on;        the receiver has it, if it
+      line behind is over,    the next message may          has come to wait for it by then
+      and there is room       begin
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class Carried:
 
     message: Message
     there_at: float
-    frees_slot: bool
+    holds_slot: bool
 
 
 class Link:
@@ -127,7 +126,6 @@ class Link:
         self.num_carried = 0
         self.num_taken = 0
         self._free_since = None if capacity is None else deque([0.0] * capacity)
-        self._idle_since = 0.0
         self._latency_seconds = latency_seconds
         self._bandwidth = bandwidth_bytes_per_second
         self._faults = faults
@@ -150,24 +148,24 @@ class Link:
     def carry(self, message: Message, at: float) -> float:
         """Put a message on its way; returns when it left, which is later than `at` if it had to wait for room."""
         slot = 0.0 if self.is_rendezvous or self._free_since is None else self._free_since.popleft()
-        begun_at = max(at, slot, self._idle_since) + sum(stall.seconds or 0.0 for stall in self._stalls())
+        begun_at = max(at, slot) + sum(stall.seconds or 0.0 for stall in self._stalls())
         if self._is_checked:
             header = Header.of(self.num_carried, message.label, message.shape, message.dtype, message.data)
             message = replace(message, header=header)
         num_bytes = message.data.size + (HEADER_BYTES if self._is_checked else 0)
-        self._idle_since = begun_at + self._leaving_seconds(num_bytes)
+        left_at = begun_at + self._leaving_seconds(num_bytes)
         for place, each in enumerate(self._what_comes_of(message)):
-            there_at = self._idle_since + self._latency_seconds
-            self.wire.append(Carried(each, there_at, frees_slot=place == 0 and not self.is_rendezvous))
+            holds_slot = place == 0 and not self.is_rendezvous
+            self.wire.append(Carried(each, left_at + self._latency_seconds, holds_slot))
         self.num_carried += 1
-        return self._idle_since
+        return left_at
 
     def take(self, at: float) -> tuple[Message, float]:
         """Take the oldest message off the wire; returns it, and when a rank that came at `at` had it."""
         carried = self.wire.popleft()
         self.num_taken += 1
         taken_at = max(at, carried.there_at)
-        if self._free_since is not None and carried.frees_slot:
+        if self._free_since is not None and carried.holds_slot:
             self._free_since.append(taken_at)
         return carried.message, taken_at
 
