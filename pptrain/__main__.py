@@ -1,7 +1,5 @@
 """`python -m pptrain` is `pptrain`."""
 
-import sys
+from pptrain.cli import script
 
-from pptrain.cli import main
-
-sys.exit(main())
+script()

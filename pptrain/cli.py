@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import NoReturn
 
 from pptrain.errors import PptrainError
 from transports import TransportError, report_of
@@ -39,6 +40,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (PptrainError, TransportError) as error:
         print(report_of(error, error.exit_code), file=sys.stderr, flush=True)
         return error.exit_code
+
+
+def script() -> NoReturn:
+    """The program: `main`, and the end of the process.
+
+    After a failure at once: MLX's threads may be in the middle of a communication with a rank that has ended, and its
+    own clean-up would abort the process, with another exit code.
+    """
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+    sys.exit()
 
 
 def _dispatch(argv: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from transports import LoopbackWorld, Receive, Task, Transport, TransportError, Wait, World
-from transports.operations import Link
+from transports.links import Link
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from liar_world import HoldsBack, Honest, Later, Through
 
 from transports import Receive, Sum, TransportClosed, TransportError
 from transports.buffers import array_from, bytes_of, poisoned
-from transports.operations import Link
+from transports.links import Link
 
 # What arrives is not what was sent.
 
@@ -81,7 +81,7 @@ class NewestFirst(Link):
     """Hands over the newest message where it looks like the oldest."""
 
     def take(self, at):
-        if self.wire[0][0].form == self.wire[-1][0].form:
+        if self.wire[0].message.form == self.wire[-1].message.form:
             self.wire.rotate(1)
         return super().take(at)
 

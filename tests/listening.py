@@ -3,14 +3,14 @@
 from time import perf_counter
 
 from transports import LoopbackWorld
-from transports.loopback import LoopbackTransport
+from transports.simulated import LoopbackTransport, Rules
 
 
 class Listener(LoopbackTransport):
     """Notes the label of each message that is sent, and of each receive that is made."""
 
     def __init__(self, rank, world_size):
-        super().__init__(rank, world_size, "directional", perf_counter)
+        super().__init__(rank, Rules(world_size, "mesh", "directional", None, perf_counter, None), [], [])
         self.sent, self.expected = [], []
 
     def send(self, array, to, label=""):

@@ -48,7 +48,7 @@ def test_a_checked_ring_refuses_a_message_of_another_form(promise: str, lanes: s
 @pytest.mark.ring
 def test_a_checked_ring_notices_bytes_that_were_damaged_on_the_way() -> None:
     ended = run_ranks([[RANK, "damaged_on_the_way", "single", "checked"]] * 2, timeout_seconds=30)
-    assert "BoundaryMismatch: [rank 1] from rank 0: message 1, 0F1, int32 (1000,) was sent with" in ended[1].stdout
+    assert "DamagedMessage: [rank 1] from rank 0: message 1, 0F1, int32 (1000,) was sent with" in ended[1].stdout
     assert "bytes were damaged" in ended[1].stdout, report(ended)
 
 

@@ -100,7 +100,7 @@ def _open(
 ) -> World:
     match name:
         case "loopback" if world_size is not None:
-            return LoopbackWorld(world_size, lanes=lanes or "directional", seed=seed)
+            return LoopbackWorld(world_size, lanes=lanes or "directional", seed=seed, check_messages=check_messages)
         case "loopback":
             raise TransportSetupError("A loopback runs all ranks in this process: say how many.")
         case "ring":

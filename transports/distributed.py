@@ -24,7 +24,14 @@ import mlx.core as mx
 
 from transports.base import Lanes, Receive, Sum, Task, Transport, Wait, World
 from transports.buffers import bytes_of
-from transports.errors import BoundaryMismatch, PeerLost, TransportClosed, TransportError, UndeliveredMessage
+from transports.errors import (
+    BoundaryMismatch,
+    DamagedMessage,
+    PeerLost,
+    TransportClosed,
+    TransportError,
+    UndeliveredMessage,
+)
 from transports.header import HEADER_BYTES, Header, damage, mismatch
 from transports.lines import COLLECTIVE, Lane, needed
 from transports.meeting import Connections
@@ -279,7 +286,7 @@ class GroupTransport(Transport):
         evaluate([*receive.nodes, receive.array])
         receive.nodes.clear()
         if header and (problem := damage(header, bytes_of(receive.array))):
-            raise BoundaryMismatch(f"[rank {self.rank}] from rank {receive.source}: {problem}. Check the link.")
+            raise DamagedMessage(f"[rank {self.rank}] from rank {receive.source}: {problem}. Check the link.")
 
     def _checked_header(self, receive: GroupReceive) -> Header | None:
         """The header that came, if it is that of the message which is waited for."""

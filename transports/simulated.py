@@ -63,6 +63,9 @@ class Rules:
 class LoopbackTransport(Transport):
     """One rank of a `LoopbackWorld`."""
 
+    checks_messages = True
+    """Shape and dtype always; in checked mode, by its header, that it is the message and whole."""
+
     def __init__(self, rank: int, rules: Rules, deaths: Sequence[Dies], log: list[Event]) -> None:
         self.rank = rank
         self.world_size = rules.world_size
