@@ -333,8 +333,7 @@ class Pipeline:
         return partition.ranges(self.layers)
 
     def _sites(self, stage: int) -> range:
-        layers = self._ranges[stage]
-        return range(layers.start + 1 if stage else 0, layers.stop + 1)
+        return partition.sites(self._ranges[stage])
 
     def _sites_of(self, rank: int) -> list[int]:
         return [site for stage in stages_of(self.placement, rank) for site in self._sites(stage)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +61,48 @@ def test_more_stages_than_layers_are_refused_with_both_numbers(num_layers: int, 
         partition.explicit(num_layers, [1] * num_stages)
     with pytest.raises(PartitionError, match=claim):
         Pipeline(plain_model(num_layers), num_stages)
+
+
+def every_cut(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
+    """All of them, one by one: the brute force that a balanced cut is compared with."""
+    ends = [(0, *inner, num_layers) for inner in combinations(range(1, num_layers), num_stages - 1)]
+    return [tuple(b - a for a, b in pairwise(cut)) for cut in ends]
+
+
+@given(data=st.data(), num_layers=st.integers(1, 10), num_stages=st.integers(1, 4))
+def test_no_cut_is_better_than_the_balanced_one(data: st.DataObject, num_layers: int, num_stages: int):
+    num_stages = min(num_layers, num_stages)
+    numbers = st.lists(st.integers(0, 9), min_size=num_layers + 1, max_size=num_layers + 1)
+    costs, held = (
+        data.draw(st.lists(numbers, min_size=num_stages, max_size=num_stages), label) for label in ("costs", "held")
+    )
+    limits = data.draw(st.lists(st.integers(1, 60), min_size=num_stages, max_size=num_stages), "limits")
+
+    def of(table: list[list[int]], sizes: tuple[int, ...]) -> list[int]:
+        stages = enumerate(map(partition.sites, partition.ranges(sizes)))
+        return [sum(table[stage][site] for site in sites) for stage, sites in stages]
+
+    # Not a sum over sites: the largest counts twice, as what is recomputed does.
+    needs = lambda stage, sites: sum(held[stage][s] for s in sites) + max(held[stage][s] for s in sites)  # noqa: E731
+
+    def needed(sizes: tuple[int, ...]) -> list[int]:
+        return [needs(stage, sites) for stage, sites in enumerate(map(partition.sites, partition.ranges(sizes)))]
+
+    cuts = every_cut(num_layers, num_stages)
+    fitting = [c for c in cuts if all(n <= limit for n, limit in zip(needed(c), limits, strict=True))]
+    if not fitting:
+        with pytest.raises(PartitionError, match=f"No cut of {num_layers} layers"):
+            partition.balanced(costs, needs, limits)
+        share = min(max(n / limit for n, limit in zip(needed(c), limits, strict=True)) for c in cuts)
+        roomiest = partition.roomiest(num_layers, needs, limits)
+        assert max(n / limit for n, limit in zip(needed(roomiest), limits, strict=True)) == share
+        return
+    found = partition.balanced(costs, needs, limits)
+    assert found in fitting
+    longest = min(max(of(costs, c)) for c in fitting)
+    assert max(of(costs, found)) == longest
+    as_good = [of(costs, c) for c in fitting if max(of(costs, c)) == longest]
+    assert sum(c * c for c in of(costs, found)) == min(sum(c * c for c in each) for each in as_good)
 
 
 @given(num_layers=st.integers(0, 20), num_stages=st.integers(-20, 0))

@@ -1,7 +1,7 @@
 import pytest
 
 from pptrain.errors import PartitionError
-from pptrain.partition import even, explicit, ranges
+from pptrain.partition import balanced, even, explicit, ranges, roomiest, sites
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,54 @@ def test_an_explicit_cut_has_as_many_entries_as_stages():
 
 def test_ranges_are_of_whole_model_layer_numbers():
     assert ranges((3, 4, 3)) == (range(0, 3), range(3, 7), range(7, 10))
+
+
+def nothing(stage, sites):
+    return 0
+
+
+def test_the_first_stage_has_the_embedding_and_the_last_layer_has_the_head():
+    assert [sites(layers) for layers in ranges((2, 1, 1))] == [range(0, 3), range(3, 4), range(4, 5)]
+
+
+def test_a_balanced_cut_of_equal_layers_is_even():
+    assert balanced([[0, 1, 1, 1, 1, 1, 1, 1, 1]] * 4, nothing, [0] * 4) == (2, 2, 2, 2)
+
+
+def test_a_head_that_costs_two_layers_takes_two_layers_from_its_stage():
+    assert balanced([[0, 1, 1, 1, 1, 1, 3]] * 2, nothing, [0] * 2) == (4, 2)
+
+
+def test_an_embedding_that_costs_counts_for_the_first_stage():
+    assert balanced([[2, 1, 1, 1, 1, 1, 1]] * 2, nothing, [0] * 2) == (2, 4)
+
+
+def test_a_rank_that_is_three_times_as_fast_gets_three_times_the_layers():
+    assert balanced([[0] + [1] * 8, [0] + [3] * 8], nothing, [0] * 2) == (6, 2)
+
+
+def test_a_machine_with_less_memory_gets_what_fits_and_no_more():
+    weights = [5, 10, 10, 10, 10, 10, 10]
+    needs = lambda stage, sites: sum(weights[site] for site in sites)  # noqa: E731
+    assert balanced([[0, 1, 1, 1, 1, 1, 1]] * 2, needs, [100, 100]) == (3, 3)
+    assert balanced([[0, 1, 1, 1, 1, 1, 1]] * 2, needs, [45, 20]) == (4, 2)
+    assert balanced([[0, 1, 1, 1, 1, 1, 1]] * 2, needs, [20, 50]) == (1, 5)
+
+
+def test_of_cuts_with_the_same_longest_stage_the_others_are_close_to_each_other():
+    # 4 is the longest in any cut: its neighbours could be 1, 3 as well.
+    assert balanced([[0, 1, 1, 1, 1, 4]] * 3, nothing, [0] * 3) == (2, 2, 1)
+
+
+def test_a_model_that_no_cut_makes_fit_is_refused_with_the_closest_cut_and_its_fullest_stage():
+    needs = lambda stage, sites: 10e9 * len(sites)  # noqa: E731
+    with pytest.raises(
+        PartitionError, match=r"No cut of 4 layers .* 3,1, stage 0 needs 40\.00 GB of 30\.00 GB.*recomp"
+    ):
+        balanced([[0, 1, 1, 1, 1]] * 2, needs, [30e9, 10e9])
+    assert roomiest(4, needs, [30e9, 10e9]) == (3, 1)
+
+
+def test_a_balanced_cut_of_more_stages_than_layers_is_refused():
+    with pytest.raises(PartitionError, match="Cannot divide 2 layers into 3 stages"):
+        balanced([[0, 1, 1]] * 3, nothing, [0] * 3)
