@@ -11,7 +11,8 @@ parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -186,15 +187,22 @@ class Segment:
         Returns:
             The output, and what is left of the graph once the output has been evaluated.
         """
-        weights = [slot.array for slot in self._slots]
+        weights, frozen = self.parameters()
         if not self._cut.compile:
             output, *backward = self._vjp(work, boundary, cotangents, weights)
             return output, Graph(*backward)
-        frozen = [slot.array for slot in self._frozen]
         m = work.microbatch
         function = self._compiled_for(tuple(m.tokens.shape))
         output, *backward = function(m.tokens, m.lengths, work.num_tokens, boundary, cotangents, weights, frozen)
         return output, Graph(*backward)
+
+    def parameters(self) -> tuple[list[mx.array], list[mx.array]]:
+        """What this segment reads, as it is now: what trains, by `names`, and what is frozen."""
+        return [slot.array for slot in self._slots], [slot.array for slot in self._frozen]
+
+    def reading(self, weights: Sequence[mx.array], frozen: Sequence[mx.array]) -> AbstractContextManager[None]:
+        """Read other parameters for a while, given in the order of `parameters`."""
+        return replaced([*self._slots, *self._frozen], [*weights, *frozen])
 
     def _vjp(
         self, work: Work, boundary: Boundary, cotangents: Boundary, weights: list[mx.array]
@@ -215,10 +223,10 @@ class Segment:
         """
         if shape not in self._compiled:
             _make_room(self._compiled)
-            self._compiled[shape] = mx.compile(self._pure)
+            self._compiled[shape] = mx.compile(self.pure)
         return self._compiled[shape]
 
-    def _pure(
+    def pure(
         self,
         tokens: mx.array,
         lengths: mx.array,
@@ -228,6 +236,7 @@ class Segment:
         weights: list[mx.array],
         frozen: list[mx.array],
     ) -> tuple[Boundary, Boundary, list[mx.array]]:
+        """Output, cotangents of the boundary, and gradients, as a function of nothing but its arguments."""
         # No random mask is drawn here (see `Pipeline`), so seed, step and index do not matter.
         work = Work(Microbatch(tokens, lengths), 0, num_tokens, 0, 0)
         with replaced(self._frozen, frozen):
