@@ -8,9 +8,9 @@ float32 for each of its readers, and so keeps up to a third more in bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -78,7 +78,11 @@ def examine(segment: Segment, tokens: mx.array, boundary: Specs, outputs: Specs)
         boundary: What enters the segment; empty where that is the tokens.
         outputs: What leaves it; a scalar where that is the loss.
     """
-    graph = _record(segment, tokens, boundary, outputs)
+    try:
+        graph = _record(segment, tokens, boundary, outputs, lambda weight: False)
+    except ValueError:
+        # MLX does not export SegmentedMM, of which the gradients of sorted experts are made.
+        graph = _record(segment, tokens, boundary, outputs, lambda weight: weight.ndim > 2)
     forward = graph.needed_for(graph.results["output"])
     if not segment.trains:
         return Parts(graph.flops(forward), 0, 0, 0)
@@ -86,11 +90,12 @@ def examine(segment: Segment, tokens: mx.array, boundary: Specs, outputs: Specs)
     backward = graph.needed_for(graph.results["grads"]) - forward
     needed = cotangents if segment.passes_cotangent else set[int]()
     # Cotangents that nobody asks for are a part of the graph all the same, and so is what they would read.
-    kept = graph.made_for(cotangents | backward, forward)
+    experts = graph.products_with(graph.left_out, forward)
+    kept = graph.made_for(cotangents | backward | experts, forward)
     return Parts(
         graph.flops(forward),
         graph.flops(needed),
-        graph.flops(backward - needed),
+        graph.flops(backward - needed) + graph.flops(experts),
         sum(graph.sizes[name] for name in kept),
     )
 
@@ -101,6 +106,8 @@ class _Graph:
 
     nodes: list[_Node]
     results: Mapping[str, Sequence[str]]
+    left_out: set[str]
+    """Weights whose gradients are not in the graph."""
     makers: dict[str, int] = field(default_factory=dict[str, int])
     owners: dict[str, str] = field(default_factory=dict[str, str])
     sizes: dict[str, int] = field(default_factory=dict[str, int])
@@ -132,23 +139,35 @@ class _Graph:
         read = {self.owners.get(name, name) for place in readers for name, _ in self.nodes[place].inputs}
         return {name for name in read if self.makers.get(name) in makers}
 
+    def products_with(self, weights: set[str], makers: set[int]) -> set[int]:
+        """The products that read one of these weights: its gradient is a product as large, and reads what they read."""
+
+        def reads(node: _Node) -> bool:
+            return node.name in _PRODUCTS and any(self.owners.get(name, name) in weights for name, _ in node.inputs)
+
+        return {place for place in makers if reads(self.nodes[place])}
+
     def flops(self, places: set[int]) -> int:
         """Of some nodes together."""
         return sum(self.nodes[place].flops for place in places)
 
 
-def _record(segment: Segment, tokens: mx.array, boundary: Specs, outputs: Specs) -> _Graph:
+def _record(
+    segment: Segment, tokens: mx.array, boundary: Specs, outputs: Specs, leave_out: Callable[[mx.array], bool]
+) -> _Graph:
     """The segment's graph as MLX exports it, from arrays that have a shape and are never computed."""
     weights, frozen = segment.parameters()
     into, back = _like(boundary), _like(outputs)
     fixed = [tokens, mx.zeros((tokens.shape[0], 2), mx.int32), mx.array(1.0)]
-    counts = list(accumulate(map(len, (into, back, weights, frozen))))
+    counts = list(accumulate(map(len, (fixed, into, back, weights, frozen))))
+    left_out = [place for place, weight in enumerate(weights) if leave_out(weight)]
     found: dict[str, int] = {}
 
     def function(*arrays: mx.array) -> list[mx.array]:
-        given = list(arrays[len(fixed) :])
-        parts = [given[a:b] for a, b in zip([0, *counts], counts, strict=False)]
-        results = _results(segment, arrays[: len(fixed)], *parts)
+        parts = [list(arrays[a:b]) for a, b in pairwise([0, *counts])]
+        results = _results(segment, *parts)
+        for place in reversed(left_out):
+            results["grads"].pop(place)
         found.update({name: len(arrays) for name, arrays in results.items()})
         return [array for arrays in results.values() for array in arrays]
 
@@ -156,19 +175,20 @@ def _record(segment: Segment, tokens: mx.array, boundary: Specs, outputs: Specs)
     with kept_random_state():
         mx.export_function(records.append, function, *fixed, *into, *back, *weights, *frozen)  # type: ignore[arg-type]
     by_type = {record["type"]: record for record in records}
-    outs = iter(_arrays(by_type["outputs"]["outputs"]))
-    results = {name: [next(outs)[0] for _ in range(count)] for name, count in found.items()}
+    ends = iter(name for name, *_ in by_type["outputs"]["outputs"])
+    results = {name: [next(ends) for _ in range(count)] for name, count in found.items()}
+    given = [name for name, *_ in by_type["inputs"]["inputs"]]
     nodes = [
         _Node(record["name"], _arrays(record["inputs"]), _arrays(record["outputs"]))
         for record in records
         if record["type"] == "primitive"
     ]
-    return _Graph(nodes, results)
+    return _Graph(nodes, results, {given[counts[2] + place] for place in left_out})
 
 
 def _results(
     segment: Segment,
-    fixed: Sequence[mx.array],
+    fixed: list[mx.array],
     boundary: list[mx.array],
     cotangents: list[mx.array],
     weights: list[mx.array],
