@@ -25,6 +25,7 @@ _USAGE = """usage: pptrain train [options]     fine-tune a model that is cut int
                                    start it on several machines; takes the options of mlx.launch, and ends with the
                                    exit code of the rank that failed first
        pptrain doctor [options]    what this machine is; under a launcher, whether its links can be relied on
+       pptrain plan [options]      how to cut a model over given machines, which schedule fits, and what to run
        pptrain --version"""
 
 
@@ -76,6 +77,8 @@ def _dispatch(argv: Sequence[str]) -> int:
             from pptrain import doctor
 
             return doctor.run(options)
+        case ["plan", *options]:
+            return _plan(options)
         case ["--help" | "-h", *_]:
             print(_USAGE)
             return 0
@@ -84,15 +87,26 @@ def _dispatch(argv: Sequence[str]) -> int:
             return 2
 
 
-def _train(options: Sequence[str]) -> int:
-    # Imported here, so that --version and --help answer at once.
+def _plan(options: Sequence[str]) -> int:
+    from pptrain import plan_run
+
+    _compile_on_a_gpu_only()
+    return plan_run.run(options)
+
+
+def _compile_on_a_gpu_only() -> None:
+    """On a CPU each fused kernel is compiled by the system's C++ compiler in every process, which never pays."""
     import mlx.core as mx
 
+    if mx.default_device() == mx.cpu:
+        mx.disable_compile()
+
+
+def _train(options: Sequence[str]) -> int:
+    # Imported here, so that --version and --help answer at once.
     from pptrain import config, demo_run, job
 
-    if mx.default_device() == mx.cpu:
-        # There each fused kernel is compiled by the system's C++ compiler in every process, which never pays.
-        mx.disable_compile()
+    _compile_on_a_gpu_only()
     if "--demo" in options:
         return demo_run.run(options)
     job.execute(config.parse(options))
