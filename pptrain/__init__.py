@@ -1,9 +1,10 @@
 """Pipeline-parallel training of language models on MLX, bit-equal to one device.
 
 A module knows only what is to its left, and the data go the same way. The order of the modules: errors, model,
-partition, microbatch, stage, schedule, simulate, interleaved, zero_bubble, v_shape, registry, auto, program, notation,
-deadlock, verify, promela, lowered, executor, optimizer, checkpoint, reference, pipeline, checks, config, agreement,
-data, recipe, train, report, timeline, svg, perfetto, show, job, demo, demo_run, launch, machine, doctor, cli.
+partition, microbatch, stage, graph, sizes, schedule, simulate, interleaved, zero_bubble, v_shape, registry, auto, plan,
+advice, program, notation, deadlock, verify, promela, lowered, executor, profile, optimizer, checkpoint, reference,
+pipeline, checks, config, agreement, data, recipe, outline, machine, train, report, timeline, svg, perfetto, show, job,
+demo, demo_run, launch, doctor, plan_run, cli.
 """
 
 from pptrain import reference

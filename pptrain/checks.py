@@ -66,7 +66,7 @@ def choices(hint: Any, limits: Mapping[str, Any]) -> tuple[str, ...]:
 def is_of(value: Any, hint: Any) -> bool:
     """Whether a value is of a key's type; an int will do for a float, and True is no int."""
     if get_origin(hint) is Literal:
-        return isinstance(value, str)
+        return type(value) is str and value in get_args(hint)
     if get_origin(hint) is tuple:
         return type(value) is tuple and len(value) > 0 and all(type(part) is int and part >= 1 for part in value)
     if get_origin(hint) is list:
@@ -94,8 +94,12 @@ def _is_within(value: Any, limits: Mapping[str, Any]) -> bool:
 
 def _expected(hint: Any, limits: Mapping[str, Any]) -> str:
     kinds = [hint] if hint in _NOUNS or get_origin(hint) in _NOUNS else get_args(hint)
-    nouns = " or ".join(_NOUNS[get_origin(kind) or kind] for kind in kinds if kind is not NoneType)
+    nouns = " or ".join(_noun(kind) for kind in kinds if kind is not NoneType)
     return nouns + " and".join(f" {words} {limits[name]}" for name, (words, _) in _BOUNDS.items() if name in limits)
+
+
+def _noun(kind: Any) -> str:
+    return " or ".join(get_args(kind)) if get_origin(kind) is Literal else _NOUNS[get_origin(kind) or kind]
 
 
 def _check_names(where: str, given: Collection[Any], known: Collection[str]) -> None:

@@ -43,7 +43,9 @@ def _mlx_lm(name: str, *, default: Any = None, more: str = "", **metadata: Any) 
 
 
 def _read_layers(value: Any) -> Any:
-    """`"10,8,8"`, a list or one number as a tuple."""
+    """`"10,8,8"`, a list or one number as a tuple; `auto` as it is."""
+    if value == "auto":
+        return value
     if isinstance(value, str):
         return tuple(int(part) for part in value.split(","))
     return (value,) if isinstance(value, int) else tuple(value)
@@ -126,9 +128,10 @@ class TrainConfig:
     stages: int | None = _key(
         None, "Number of pipeline ranks; by default one in the loopback, else one for each process.", at_least=1
     )
-    layers: tuple[int, ...] | None = _key(
+    layers: tuple[int, ...] | Literal["auto"] | None = _key(
         None,
-        "Number of layers in each stage of all ranks, such as 10,8,8; by default as even as can be.",
+        "Number of layers in each stage of all ranks, such as 10,8,8, or auto for the balanced cut that fits each "
+        "machine's memory, as pptrain plan finds it; by default as even as can be.",
         read=_read_layers,
     )
     schedule: str = _key("1f1b", "Order of forwards and backwards.", choices=tuple(SCHEDULES))
@@ -167,7 +170,7 @@ class TrainConfig:
 
     def num_ranks(self, default: int) -> int:
         """How many ranks are asked for, by `stages` or by an explicit cut."""
-        if self.stages is not None or self.layers is None:
+        if self.stages is not None or not isinstance(self.layers, tuple):
             return self.stages or default
         return len(self.layers) // self.stages_on_each_rank
 
@@ -326,7 +329,12 @@ def _check_together(config: TrainConfig) -> None:
     if not config.train and not config.test:
         raise ConfigError("Neither train nor test is asked for, so there is nothing to do. Give --train or --test.")
     each = config.stages_on_each_rank
-    if config.layers is not None:
+    if config.layers == "auto" and each > 1:
+        raise ConfigError(
+            f"--layers auto cuts for schedules of one stage a rank, and {config.schedule} has {each}. List the layers, "
+            "or leave out --layers for an even cut."
+        )
+    if isinstance(config.layers, tuple):
         _check_layers(config, config.layers, each)
     if config.microbatches is not None and config.microbatches > config.batch_size:
         asked = f"a batch of {config.batch_size} into {config.microbatches} microbatches"

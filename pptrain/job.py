@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 from mlx_lm.tuner.callbacks import TrainingCallback, get_reporting_callbacks
 from mlx_lm.tuner.utils import print_trainable_parameters
 from mlx_lm.utils import maybe_set_recommended_wired_limit
@@ -22,16 +24,23 @@ from pptrain.checkpoint import save_adapter_config, save_adapters, save_whole_mo
 from pptrain.config import TrainConfig
 from pptrain.data import Data, load_data
 from pptrain.errors import ConfigError
+from pptrain.machine import look
+from pptrain.microbatch import cross_entropy, kept_random_state
 from pptrain.model import find_layers
 from pptrain.perfetto import chrome_trace
 from pptrain.pipeline import Pipeline
+from pptrain.plan import Machines, balanced_layers, seconds_at
 from pptrain.recipe import Loaded, load_base, load_trained, make_optimizer, prepare_training
+from pptrain.registry import find_schedule
 from pptrain.report import Console, Metrics
+from pptrain.sizes import measure
+from pptrain.stage import Cut
 from pptrain.timeline import on_one_clock
 from pptrain.train import Run, evaluate
-from transports import Lanes, World, detect, open_world
+from transports import Lanes, Task, Transport, World, detect, open_world
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _LANES: dict[str, Lanes | None] = {"auto": None, "single": "single", "direction": "directional"}
 
@@ -63,9 +72,13 @@ def execute(config: TrainConfig) -> Done:
             prepare_training(loaded.model, config)
         else:
             load_trained(loaded.model, config.adapter_path)
-        pipeline = make_pipeline(config, loaded, sizes, world)
         settings = settings_of(config, loaded.path, data.fingerprint()[:12], sizes)
-        pipeline.run(lambda transport: agree(transport, settings))
+        if config.layers == "auto":
+            settings["layers"] = "auto"
+        _on_every_rank(world, lambda transport: agree(transport, settings))
+        if config.layers == "auto":
+            sizes = balanced_sizes(config, loaded.model, world)
+        pipeline = make_pipeline(config, loaded, sizes, world)
         return _carry_out(config, loaded, data, pipeline)
 
 
@@ -128,14 +141,48 @@ def vocabulary_size(loaded: Loaded) -> int:
 
 
 def cut_sizes(config: TrainConfig, world: World, num_layers: int) -> tuple[int, ...]:
-    """Layers of each stage, checked before any weight is read.
+    """Layers of each stage, checked before any weight is read; for `auto` an even cut, for the time being.
 
     Raises:
         PartitionError: If the layers cannot be divided so.
     """
-    if config.layers is not None:
+    if isinstance(config.layers, tuple):
         return partition.explicit(num_layers, config.layers)
     return partition.even(num_layers, config.num_ranks(world.world_size) * config.stages_on_each_rank)
+
+
+def balanced_sizes(config: TrainConfig, model: nn.Module, world: World) -> tuple[int, ...]:
+    """The cut that `pptrain plan` finds for these machines, taken to be equally fast; the same on every rank.
+
+    Raises:
+        PartitionError: If no cut fits, with the closest.
+    """
+    num_microbatches = config.microbatches or config.batch_size
+    with kept_random_state():
+        cut = Cut.of(model, mx.zeros((1, 8), mx.int32), cross_entropy)
+    rows = -(-config.batch_size // num_microbatches)
+    sizes = measure(cut, rows, config.max_seq_length, make_optimizer(config))
+    memory = _on_every_rank(world, lambda transport: _memory_of_all(transport, len(world.local_ranks)))[0]
+    machines = Machines(memory, (seconds_at(sizes, 1.0),) * len(memory))
+    schedule = find_schedule(config.schedule)(len(memory), num_microbatches)
+    found = balanced_layers(sizes, machines, schedule, config.recompute)
+    if 0 in world.local_ranks:
+        print(f"Balanced cut: --layers {','.join(map(str, found))}", flush=True)
+    return found
+
+
+def _memory_of_all(transport: Transport, sharing: int) -> Task[tuple[float, ...]]:
+    """Bytes that each rank may use, of a machine that so many share."""
+    mine = look().usable_bytes / sharing
+    ranks = range(transport.world_size)
+    memory = transport.all_sum(mx.array([mine if rank == transport.rank else 0.0 for rank in ranks]), "memory")
+    yield memory
+    return tuple(float(each) for each in np.asarray(memory.array))
+
+
+def _on_every_rank(world: World, task: Callable[[Transport], Task[T]]) -> list[T]:
+    done = world.run({rank: task(world.transport(rank)) for rank in world.local_ranks})
+    return [done[rank] for rank in world.local_ranks]
 
 
 def make_pipeline(config: TrainConfig, loaded: Loaded, sizes: Sequence[int], world: World) -> Pipeline:

@@ -14,6 +14,7 @@ from time import perf_counter
 import mlx.core as mx
 
 _MIN_MACOS_OF_JACCL = (26, 2)
+_USABLE_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class Machine:
     wired_limit_bytes: int | None
     """How much of its memory the GPU may keep; None where there is no such limit."""
     versions: dict[str, str]
+
+    @property
+    def usable_bytes(self) -> float:
+        """What training may use: what the GPU may keep, or three quarters of the memory where there is no limit."""
+        return self.wired_limit_bytes or _USABLE_SHARE * self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)

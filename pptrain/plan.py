@@ -18,6 +18,8 @@ from pptrain.stage import Recompute
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
+_AS_FAST = 1.01
+
 Seconds = tuple[float, float, float]
 """Of a forward, of the input part of its backward, and of the weight part, for one microbatch."""
 
@@ -116,9 +118,11 @@ def options(
 
 
 def best(found: Sequence[Option]) -> Option | None:
-    """The fastest that fits; of those that are as fast, the one that leaves the most room."""
+    """The fastest that fits; of those that take up to a hundredth longer, the one that leaves the most room."""
     fitting = [one for one in found if one.fits]
-    return min(fitting, key=lambda one: (one.step_seconds, one.fullest.total / one.fullest.limit), default=None)
+    shortest = min((one.step_seconds for one in fitting), default=0.0)
+    as_fast = [one for one in fitting if one.step_seconds <= _AS_FAST * shortest]
+    return roomiest(as_fast) if as_fast else None
 
 
 def roomiest(found: Sequence[Option]) -> Option:

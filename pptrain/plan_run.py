@@ -142,8 +142,7 @@ def _measured(
     rows = -(-config.batch_size // (config.microbatches or config.batch_size))
     seq = config.max_seq_length
     timed = sizes_of(rows, seq)
-    machine = look()
-    usable = machine.wired_limit_bytes or machine.memory_bytes * asked.usable
+    usable = look().usable_bytes
     seconds = time_sites(cut, timed, rows, seq)
     tasks = {rank: share(world.transport(rank), seconds, usable) for rank in world.local_ranks}
     table, memory, speeds = world.run(tasks)[world.local_ranks[0]]

@@ -178,3 +178,13 @@ lr_schedule:
     )
     names = {name for name, _ in tree_flatten(mx.load(str(tmp_path / "out" / "adapters.safetensors")))}
     assert {name.split(".")[2] for name in names} == {"4", "5"}
+
+
+def test_layers_auto_trains_with_the_balanced_cut_and_writes_the_same_adapters(demo_directory, tmp_path, capsys):
+    assert main(flags(demo_directory, tmp_path / "auto", "--stages", "2", "--layers", "auto")) == 0
+    cut = re.search(r"Balanced cut: --layers (\d+,\d+)\n", capsys.readouterr().out)
+    assert cut is not None
+    assert sum(map(int, cut[1].split(","))) == 6
+    assert main(flags(demo_directory, tmp_path / "listed", "--layers", cut[1])) == 0
+    found, expected = (mx.load(str(tmp_path / name / "adapters.safetensors")) for name in ("auto", "listed"))
+    assert_bit_equal(found, expected)

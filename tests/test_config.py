@@ -248,6 +248,12 @@ def test_layers_are_read_from_text_and_lists(tmp_path, text):
     assert parse(["--layers", "10,8,8", "--stages", "3"]).layers == (10, 8, 8)
 
 
+def test_layers_may_be_auto_for_schedules_of_one_stage_a_rank():
+    assert parse(["--layers", "auto", "--stages", "3"]).num_ranks(1) == 3
+    assert "zb-v has 2. List the layers" in refused(["--layers", "auto", "--schedule", "zb-v"])
+    assert "for each stage, such as 10,8,8 or auto" in refused(["--layers", "automatic"])
+
+
 def test_layers_for_another_number_of_stages_are_refused():
     assert "--layers 10,8,8 has 3 entries for --stages 2" in refused(["--layers", "10,8,8", "--stages", "2"])
 

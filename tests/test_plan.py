@@ -129,9 +129,16 @@ def test_the_fastest_that_fits_is_recommended():
     found = answer(question([1e9, 1e9]))
     assert found.recommended is not None
     fitting = [one for one in found.options if one.fits]
-    assert found.recommended.step_seconds == min(one.step_seconds for one in fitting)
+    assert found.recommended.step_seconds <= 1.01 * min(one.step_seconds for one in fitting)
     assert found.recommended.recompute == "none"
     assert found.remedies == ()
+
+
+def test_of_schedules_that_are_as_fast_the_one_that_leaves_the_most_room_is_recommended():
+    found = answer(question([1e9, 1e9], schedules=("gpipe", "1f1b")))
+    assert found.recommended is not None
+    assert found.recommended.schedule == "1f1b"
+    assert len({one.step_seconds for one in found.options}) == 1
 
 
 def test_recompute_is_recommended_where_residuals_do_not_fit():
