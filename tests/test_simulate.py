@@ -1,16 +1,22 @@
 import csv
 import itertools
+import re
 from io import StringIO
+from itertools import accumulate
 
 import pytest
 from pictures import action, read
+from tiny import batch, tiny
 
+from pptrain import Pipeline
 from pptrain.errors import ScheduleError
 from pptrain.interleaved import interleaved
+from pptrain.registry import SCHEDULES
 from pptrain.schedule import Action, Schedule, gpipe, loop, one_f_one_b, sequential
 from pptrain.simulate import Costs, Span, simulate, travel_time
 from pptrain.v_shape import v_half, v_min, zb_v
 from pptrain.zero_bubble import zb_h1, zb_h2
+from transports import LoopbackWorld
 
 SIZES = list(itertools.product(range(1, 9), [1, 2, 3, 5, 8, 16, 40]))
 
@@ -146,3 +152,38 @@ def test_an_action_that_waits_for_one_that_never_comes_is_refused_and_shown():
         simulate(read("F0 B0\nB0 F0"))
     assert "rank 0 stands at 0B0 (action 1)" in str(caught.value)
     assert "rank 1 stands at 1B0 (action 0)" in str(caught.value)
+
+
+# -- what is said on paper is what runs --------------------------------------------------------------------------------
+
+_SECONDS = {"F": 3.0, "B": 5.0, "I": 3.0, "W": 2.0}
+
+
+def _takes(position: str) -> float:
+    """How long the instruction at a position takes: messages take no time of their rank's."""
+    found = re.match(r"\d+([FBIW])\d+ ", position)
+    return _SECONDS[found[1]] if found else 0.0
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_loopbacks_clock_is_the_simulators_action_by_action(name):
+    world = LoopbackWorld(3, durations=_takes, latency_seconds=0.5)
+    pipeline = Pipeline(tiny(6), 3, schedule=name, transport=world)
+    pipeline.value_and_grad(*batch(rows=5), 5)
+    timing = simulate(SCHEDULES[name](3, 5), Costs(_SECONDS, 0.5))
+    ran = [span for rank in range(3) for span in pipeline.spans[rank]]
+    assert sorted(ran, key=lambda span: str(span.action)) == sorted(timing.spans, key=lambda span: str(span.action))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_stages_hold_as_many_residuals_as_the_schedule_says(name):
+    pipeline = Pipeline(tiny(6), 3, schedule=name)
+    pipeline.value_and_grad(*batch(rows=6), 6)
+    schedule = SCHEDULES[name](3, 6)
+    for rank, row in enumerate(schedule.actions):
+        stages = schedule.stages(rank)
+        for stage in stages:
+            changes = [{"F": 1, "I": 0}.get(action.kind, -1) for action in row if action.stage == stage]
+            assert pipeline.stage(stage).max_live_residuals == max(accumulate(changes))
+        if len(stages) == 1:
+            assert pipeline.stage(stages[0]).max_live_residuals == simulate(schedule).most_residuals[rank]
