@@ -6,7 +6,6 @@ neighbour by neighbour. Files are written beside their place and renamed, so tha
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import save, save_config
 
+from pptrain.durable import write_whole
 from pptrain.errors import ConfigError
 from pptrain.model import Slot
 from transports import Task, Transport
 
 ADAPTERS = "adapters.safetensors"
+BEST = "best_adapters.safetensors"
+"""Those of the lowest validation loss."""
 
 
 def gather(transport: Transport, slots: Mapping[str, Slot], held: Sequence[Sequence[str]]) -> Task[dict[str, mx.array]]:
@@ -46,13 +48,15 @@ def gather(transport: Transport, slots: Mapping[str, Slot], held: Sequence[Seque
     return arrays
 
 
-def save_adapters(directory: Path, arrays: Mapping[str, mx.array], iteration: int | None = None) -> Path:
+def save_adapters(
+    directory: Path, arrays: Mapping[str, mx.array], iteration: int | None = None, name: str = ADAPTERS
+) -> Path:
     """Write the trained parameters as mlx-lm does: the newest, and with an iteration also a numbered copy.
 
     Returns:
         The file that was asked for.
     """
-    newest = _write(directory / ADAPTERS, arrays)
+    newest = _write(directory / name, arrays)
     return newest if iteration is None else _write(directory / f"{iteration:07d}_{ADAPTERS}", arrays)
 
 
@@ -95,8 +99,5 @@ def save_whole_model(
 
 
 def _write(path: Path, arrays: Mapping[str, mx.array]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.stem}.partial.safetensors")
-    mx.save_safetensors(str(beside), dict(arrays))
-    os.replace(beside, path)
+    write_whole(path, lambda file: mx.save_safetensors(file, dict(arrays)))
     return path

@@ -154,6 +154,24 @@ class TrainConfig:
     trace: str | None = _key(
         None, "Write what ran in the last step, and when, to this file, in the Chrome trace format (for Perfetto)."
     )
+    checkpoint_dir: str | None = _key(None, "Write checkpoints here, from which --resume goes on; by default none.")
+    checkpoint_every: int = _key(100, "Number of iterations between two checkpoints.", at_least=1)
+    keep: int = _key(2, "Number of checkpoints to keep: ranks that were killed may differ by one.", at_least=2)
+    resume: str | None = _key(
+        None,
+        "Go on from a checkpoint: auto (or no value) for the newest in --checkpoint-dir, or from the beginning where "
+        "there is none; or a directory of checkpoints, or one of them. --iters counts from the beginning.",
+        bare="auto",
+        read=lambda value: "auto" if value is True else value,
+    )
+    gather: bool = _key(False, "Send every rank's part of a checkpoint to the first rank too, which then has it whole.")
+    save_best: bool = _key(False, "Keep the adapters of the lowest validation loss, as best_adapters.safetensors.")
+    early_stop: int | None = _key(
+        None, "Stop after this many validations in a row that were no better than the best.", at_least=1
+    )
+    on_nonfinite: Literal["stop", "skip"] = _key(
+        "stop", "What to do when a loss or gradient is no finite number: stop before the update, or leave it out."
+    )
     demo: bool = _key(False, "Train a small model on a small data set, both made on the spot.")
 
     def __post_init__(self) -> None:
@@ -241,7 +259,9 @@ def _add_flag(group: Any, field: dataclasses.Field[Any]) -> None:
     if _TYPES[field.name] is bool:
         group.add_argument(*names, action=BooleanOptionalAction, help=_help(field), default=SUPPRESS)
     else:
-        group.add_argument(*names, type=lambda text: _from_flag(flag, field, text), help=_help(field), **_shown(field))
+        read = lambda text: _from_flag(flag, field, text)  # noqa: E731
+        bare = {"nargs": "?", "const": field.metadata["bare"]} if "bare" in field.metadata else {}
+        group.add_argument(*names, type=read, help=_help(field), **bare, **_shown(field))
 
 
 def _shown(field: dataclasses.Field[Any]) -> dict[str, str]:
@@ -341,8 +361,17 @@ def _check_together(config: TrainConfig) -> None:
         raise ConfigError(f"Cannot cut {asked}. Use --microbatches between 1 and {config.batch_size}.")
     if config.grad_checkpoint and config.recompute == "none":
         raise ConfigError("grad_checkpoint asks for --recompute layer, but recompute is none. Give one of the two.")
+    _check_checkpoints(config)
     if config.resume_adapter_file is not None and not Path(config.resume_adapter_file).is_file():
         raise ConfigError(f"There is no file {config.resume_adapter_file}, which --resume-adapter-file names.")
+
+
+def _check_checkpoints(config: TrainConfig) -> None:
+    if config.resume == "auto" and config.checkpoint_dir is None:
+        raise ConfigError("--resume auto looks in --checkpoint-dir, which is not given. Give it, or --resume DIR.")
+    for name in ("save_best", "early_stop"):
+        if getattr(config, name) and config.val_batches == 0:
+            raise ConfigError(f"{name} looks at the validation loss, but val_batches is 0. Give --val-batches.")
 
 
 def _check_layers(config: TrainConfig, layers: tuple[int, ...], each: int) -> None:

@@ -74,13 +74,21 @@ class Data:
 
     def fingerprint(self) -> str:
         """SHA-256 of all that decides the batches: tokens, offsets and order of the rows of every set."""
-        digest = hashlib.sha256()
-        for rows in (self.train, self.valid, self.test):
-            digest.update(f"{len(rows)} rows ".encode())
-            for row in rows.rows:
-                digest.update(f"{row.num_keys} {row.offset} {len(row.tokens)} ".encode())
-                digest.update(np.asarray(row.tokens, dtype="<i4").tobytes())
-        return digest.hexdigest()
+        return _digest(self.train, self.valid, self.test)
+
+    def training_fingerprint(self) -> str:
+        """The same of the sets that training draws from."""
+        return _digest(self.train, self.valid)
+
+
+def _digest(*sets: Rows) -> str:
+    digest = hashlib.sha256()
+    for rows in sets:
+        digest.update(f"{len(rows)} rows ".encode())
+        for row in rows.rows:
+            digest.update(f"{row.num_keys} {row.offset} {len(row.tokens)} ".encode())
+            digest.update(np.asarray(row.tokens, dtype="<i4").tobytes())
+    return digest.hexdigest()
 
 
 def load_data(config: TrainConfig, tokenizer: Any, vocab_size: int | None) -> Data:

@@ -34,6 +34,10 @@ class DataError(UserError):
     """Rows of a data set that cannot be trained on."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint that cannot be used: a file of it is damaged, short, foreign, or not there."""
+
+
 class BatchError(UserError):
     """A batch that cannot be cut into the microbatches asked for, or has nothing to learn from."""
 

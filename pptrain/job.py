@@ -19,8 +19,8 @@ from mlx_lm.tuner.utils import print_trainable_parameters
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from pptrain import partition
-from pptrain.agreement import agree, settings_of
-from pptrain.checkpoint import save_adapter_config, save_adapters, save_whole_model
+from pptrain.agreement import Settings, agree, fingerprint_of, settings_of
+from pptrain.checkpoint import ADAPTERS, BEST, save_adapter_config, save_adapters, save_whole_model
 from pptrain.config import TrainConfig
 from pptrain.data import Data, load_data
 from pptrain.errors import ConfigError
@@ -30,13 +30,18 @@ from pptrain.model import find_layers
 from pptrain.perfetto import chrome_trace
 from pptrain.pipeline import Pipeline
 from pptrain.plan import Machines, balanced_layers, seconds_at
+from pptrain.progress import Progress
 from pptrain.recipe import Loaded, load_base, load_trained, make_optimizer, prepare_training
 from pptrain.registry import find_schedule
 from pptrain.report import Console, Metrics
+from pptrain.resume import Asked, choose, put_back
+from pptrain.saving import Checkpoints
 from pptrain.sizes import measure
 from pptrain.stage import Cut
+from pptrain.stopping import asked_by_signals
+from pptrain.store import names_in
 from pptrain.timeline import on_one_clock
-from pptrain.train import Run, evaluate
+from pptrain.train import Ended, Run, evaluate
 from transports import Lanes, Task, Transport, World, detect, open_world
 
 logger = logging.getLogger(__name__)
@@ -52,8 +57,25 @@ class Done:
     pipeline: Pipeline
     optimizer: optim.Optimizer | None
     losses: list[float]
-    """Of each iteration."""
+    """Of each iteration of this process."""
     test_loss: float | None
+    ended: Ended = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What a run works with."""
+
+    config: TrainConfig
+    loaded: Loaded
+    data: Data
+    pipeline: Pipeline
+    fingerprint: Settings
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the first rank."""
+        return 0 in self.pipeline.world.local_ranks
 
 
 def execute(config: TrainConfig) -> Done:
@@ -79,53 +101,133 @@ def execute(config: TrainConfig) -> Done:
         if config.layers == "auto":
             sizes = balanced_sizes(config, loaded.model, world)
         pipeline = make_pipeline(config, loaded, sizes, world)
-        return _carry_out(config, loaded, data, pipeline)
+        fingerprint = fingerprint_of(settings, data.training_fingerprint()[:12])
+        return _carry_out(_Job(config, loaded, data, pipeline, fingerprint))
 
 
-def _carry_out(config: TrainConfig, loaded: Loaded, data: Data, pipeline: Pipeline) -> Done:
+def _carry_out(job: _Job) -> Done:
+    config, pipeline = job.config, job.pipeline
     maybe_set_recommended_wired_limit()
-    pipeline.load()
-    is_first = 0 in pipeline.world.local_ranks
-    optimizer, losses = None, list[float]()
+    optimizer, run = None, None
     if config.train:
         optimizer = make_optimizer(config)
-        losses = _train(config, loaded, data, pipeline, optimizer, is_first)
+        start, checkpoints = open_checkpoints(config, pipeline, optimizer, job.fingerprint)
+        pipeline.load()
+        run = _train(job, optimizer, start, checkpoints)
+    else:
+        pipeline.load()
+    losses, ended = (run.losses, run.ended) if run else ([], "done")
     test_loss = None
-    if config.test:
-        test_loss = evaluate(pipeline, data.test, config, config.test_batches)
-        if is_first:
+    if config.test and ended != "asked":
+        test_loss = evaluate(pipeline, job.data.test, config, config.test_batches)
+        if job.is_first:
             print(f"Test loss {test_loss:.3f}, Test ppl {math.exp(test_loss):.3f}.", flush=True)
-    return Done(pipeline, optimizer, losses, test_loss)
+    return Done(pipeline, optimizer, losses, test_loss, ended)
 
 
-def _train(
-    config: TrainConfig, loaded: Loaded, data: Data, pipeline: Pipeline, optimizer: optim.Optimizer, is_first: bool
-) -> list[float]:
-    directory = Path(config.adapter_path)
-    if is_first:
+def open_checkpoints(
+    config: TrainConfig, pipeline: Pipeline, optimizer: optim.Optimizer, fingerprint: Settings
+) -> tuple[Progress | None, Checkpoints | None]:
+    """Where the run goes on, its parameters and moments put back, and where its checkpoints go.
+
+    Raises:
+        CheckpointError: If there are checkpoints and none can be used.
+        ConfigError: If there are some that nobody asked for, or of a run with other settings.
+    """
+    progress, chosen = None, None
+    asked = Asked.of(config.resume, config.checkpoint_dir)
+    if asked is not None:
+        names = {rank: pipeline.updated_by(rank) for rank in pipeline.world.local_ranks}
+        chosen = pipeline.run(lambda transport: choose(transport, asked, names[transport.rank], fingerprint))[0]
+        if chosen is not None:
+            wanted = list(dict.fromkeys(name for some in names.values() for name in some))
+            progress = put_back(asked.directory / str(chosen), wanted, pipeline.slots, optimizer)
+            _check_iterations(config, progress, asked.directory / str(chosen))
+    if config.checkpoint_dir is None:
+        return progress, None
+    checkpoints = Checkpoints(Path(config.checkpoint_dir), config.keep, fingerprint, config.gather)
+    if config.resume == "auto":
+        there = names_in(Path(config.checkpoint_dir))
+        checkpoints.begin(chosen, [name for name in there if chosen is None or name > chosen])
+    return progress, checkpoints
+
+
+def _check_iterations(config: TrainConfig, progress: Progress, folder: Path) -> None:
+    if progress.iteration > config.iters:
+        raise ConfigError(
+            f"[iters] {folder} is of iteration {progress.iteration}, beyond --iters {config.iters}. Expected the total "
+            "number of iterations, from the beginning. Raise --iters."
+        )
+
+
+def _train(job: _Job, optimizer: optim.Optimizer, start: Progress | None, checkpoints: Checkpoints | None) -> Run:
+    config, pipeline, directory = job.config, job.pipeline, Path(job.config.adapter_path)
+    if job.is_first:
         save_adapter_config(directory, _adapter_config(config))
-        print_trainable_parameters(loaded.model)
-        print(f"Supervised tokens in the training set: {data.supervised_tokens:,}", flush=True)
-
-    def save(iteration: int | None) -> None:
-        arrays = pipeline.gather()
-        if is_first:
-            save_adapters(directory, arrays, iteration)
-
-    with reporting(config, directory, is_first) as (callbacks, console):
-        run = Run(pipeline, config, optimizer, data.train, data.valid, callbacks, save)
+        print_trainable_parameters(job.loaded.model)
+        print(f"Supervised tokens in the training set: {job.data.supervised_tokens:,}", flush=True)
+    with reporting(config, directory, job.is_first, start) as (callbacks, console):
+        run = Run(pipeline, config, optimizer, job.data.train, job.data.valid, callbacks, start=start)
+        run.save = lambda iteration: _save(job, iteration)
+        if config.save_best:
+            run.save_best = lambda: _save(job, None, BEST)
         if console is not None:
             run.advanced = console.advance
-        run.run()
-    save(None)
+        with stopping(pipeline, checkpoints, optimizer, run):
+            run.run()
+    _finish(job, run)
+    return run
+
+
+@contextmanager
+def stopping(
+    pipeline: Pipeline, checkpoints: Checkpoints | None, optimizer: optim.Optimizer, run: Run
+) -> Generator[None]:
+    """Where there are checkpoints, write them, and let a signal end the run with one."""
+    if checkpoints is None:
+        yield
+        return
+
+    def ask() -> None:
+        pipeline.asks_to_stop = True
+
+    def keep(progress: Progress) -> str:
+        folder = checkpoints.save(pipeline, optimizer, progress)
+        return f" The checkpoint of before is {folder}." if folder else ""
+
+    run.checkpoint = keep
+    with asked_by_signals(pipeline.world, ask):
+        yield
+
+
+def _finish(job: _Job, run: Run) -> None:
+    """What a run leaves behind when it has ended; one that was stopped leaves it to whoever goes on."""
+    config, pipeline = job.config, job.pipeline
+    if run.ended == "asked":
+        if job.is_first:
+            where = (
+                f"after iteration {run.at.iteration} of {config.iters}, with a checkpoint in {config.checkpoint_dir}"
+            )
+            print(f"Stopped {where}. Start the same command with --resume auto to go on.", flush=True)
+        return
+    if run.ended == "early" and job.is_first:
+        loss = f"{run.at.best.loss:.3f}, {run.at.best.num_worse} validations ago"
+        print(f"Stopped early after iteration {run.at.iteration}: the best validation loss was {loss}.", flush=True)
+    _save(job, None)
     if config.trace is not None:
-        _write_trace(Path(config.trace), pipeline, is_first)
+        _write_trace(Path(config.trace), pipeline, job.is_first)
     if config.fine_tune_type == "full":
         arrays = pipeline.gather()
-        if is_first:
+        if job.is_first:
+            loaded, directory = job.loaded, Path(config.adapter_path)
             parts = (loaded.model, loaded.tokenizer, loaded.config)
             save_whole_model(directory, loaded.path, pipeline.slots, arrays, parts)
-    return run.losses
+
+
+def _save(job: _Job, iteration: int | None, name: str = ADAPTERS) -> None:
+    arrays = job.pipeline.gather()
+    if job.is_first:
+        save_adapters(Path(job.config.adapter_path), arrays, iteration, name)
 
 
 def _write_trace(path: Path, pipeline: Pipeline, is_first: bool) -> None:
@@ -200,7 +302,7 @@ def make_pipeline(config: TrainConfig, loaded: Loaded, sizes: Sequence[int], wor
 
 @contextmanager
 def reporting(
-    config: TrainConfig, directory: Path, is_first: bool
+    config: TrainConfig, directory: Path, is_first: bool, start: Progress | None = None
 ) -> Generator[tuple[list[TrainingCallback], Console | None]]:
     """Who is told of each report: on the first rank the terminal, `metrics.jsonl`, and mlx-lm's call-backs."""
     if not is_first:
@@ -210,8 +312,9 @@ def reporting(
     services = get_reporting_callbacks(
         config.report_to, project_name=config.project_name, log_dir=config.adapter_path, config=settings
     )
-    with Console(config.iters) as console:
-        yield [console, Metrics(directory / "metrics.jsonl"), *([services] if services else [])], console
+    done = start.iteration if start else 0
+    with Console(config.iters, initial=done) as console:
+        yield [console, Metrics(directory / "metrics.jsonl", done), *([services] if services else [])], console
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from pptrain.errors import NonFiniteError
 from pptrain.executor import materialize
@@ -79,6 +79,18 @@ def update(
     cast = {name: grad.astype(slots[name].array.dtype) for name, grad in grads.items()}
     optimizer.update(model, to_tree(cast))
     materialize([slots[name].array for name in grads], optimizer.state)
+
+
+def state_leaves(optimizer: optim.Optimizer, names: Iterable[str]) -> dict[str, mx.array]:
+    """An optimizer's counters (`step`, `learning_rate`), and what it holds for these parameters: `a.b.weight.m`."""
+    leaves: dict[str, mx.array] = dict(tree_flatten(optimizer.state))  # pyright: ignore[reportArgumentType]
+    kept = {"", *names}
+    return {leaf: array for leaf, array in leaves.items() if leaf.rpartition(".")[0] in kept}
+
+
+def restore_state(optimizer: optim.Optimizer, leaves: Mapping[str, mx.array]) -> None:
+    """Give an optimizer what `state_leaves` of another one returned."""
+    optimizer.state = to_tree(leaves)
 
 
 def to_tree(leaves: Mapping[str, mx.array]) -> Any:

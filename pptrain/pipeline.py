@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, get_args
 
 import mlx.core as mx
@@ -37,7 +37,7 @@ from pptrain.registry import count_stages_per_rank, find_schedule
 from pptrain.schedule import Builder, Placement, Schedule, forward_only, stages_of
 from pptrain.simulate import Span
 from pptrain.stage import Cut, Recompute, Stage, Work
-from transports import LoopbackWorld, Task, Transport, Wait, World, open_world
+from transports import LoopbackWorld, Task, Transport, World, open_world
 
 T = TypeVar("T")
 
@@ -54,6 +54,8 @@ class _Pass:
     squares: NDArray[np.float32]
     """float32, each trainable leaf's part of the squared norm."""
     grads: Grads
+    num_asking: int
+    """How many ranks ask for the run to stop."""
 
 
 class Pipeline:
@@ -122,6 +124,8 @@ class Pipeline:
         self.placement: Placement = self._schedule(self.num_ranks, 1).placement
         self.num_steps = 0
         """Steps taken; part of what dropout masks depend on."""
+        self.asks_to_stop = False
+        """Whether this process asks for the run to stop: the next step's result says on every rank that one does."""
         self._cut: Cut | None = None
         self._cut_key: object = None
         self._stages = dict[int, Stage]()
@@ -182,7 +186,7 @@ class Pipeline:
         grads = done.grads if max_grad_norm is None else clip(done.grads, norm, max_grad_norm)
         update(optimizer, self.model, self.slots, grads)
         self.num_steps += 1
-        return StepResult(add_up(done.losses), losses, count_tokens(microbatches), number(norm))
+        return StepResult(add_up(done.losses), losses, count_tokens(microbatches), number(norm), done.num_asking)
 
     def loss_sum(self, microbatches: Sequence[Microbatch]) -> float:
         """Evaluation: token losses of all microbatches, summed, in evaluation mode; the same value on every rank.
@@ -237,6 +241,10 @@ class Pipeline:
         """Trainable parameters that a rank keeps the truth of: those that it reads and no lower rank does."""
         return [name for name in self._known.trainable if self._holders[name][0] == rank]
 
+    def updated_by(self, rank: int) -> list[str]:
+        """Trainable parameters that a rank updates: those that it reads, shared with other ranks or not."""
+        return [name for name in self._known.trainable if rank in self._holders[name]]
+
     # -- how it is done ------------------------------------------------------------------------------------------------
 
     def _differentiate(self, microbatches: Sequence[Microbatch], step: int) -> _Pass:
@@ -261,7 +269,7 @@ class Pipeline:
             grads.update(one.grads)
         # In tree order, so that the tree looks like the model's.
         order = [name for name in self._known.trainable if name in grads]
-        return _Pass(done[0].losses, done[0].squares, {name: grads[name] for name in order})
+        return replace(done[0], grads={name: grads[name] for name in order})
 
     def _task(self, transport: Transport, program: Program, works: Sequence[Work], keep: bool) -> Task[_Pass]:
         rank = transport.rank
@@ -277,8 +285,7 @@ class Pipeline:
             self.spans[rank] = executor.spans
             yield from self._complete(transport, grads)
         shares = {j: loss for stage in stages.values() for j, loss in stage.losses.items()}
-        losses, squares = yield from self._summary(transport, shares, grads, len(works), keep)
-        return _Pass(losses, squares, grads)
+        return (yield from self._summary(transport, shares, grads, len(works), keep))
 
     def _complete(self, transport: Transport, grads: Grads) -> Task[None]:
         """Sum what ranks share, and give zeros to what nothing uses."""
@@ -291,17 +298,18 @@ class Pipeline:
 
     def _summary(
         self, transport: Transport, shares: Mapping[int, mx.array], grads: Grads, num_microbatches: int, keep: bool
-    ) -> Generator[Wait, None, tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    ) -> Task[_Pass]:
         """Losses and squared norms of all leaves, known to all: each is one rank's, and zeros elsewhere add nothing."""
         names = self._known.trainable if keep else ()
         zero = mx.array(0.0)
         losses = [shares.get(j, zero) for j in range(num_microbatches)]
         held = [name in grads and self._holders[name][0] == transport.rank for name in names]
         squares = [square_sum(grads[name]) if mine else zero for name, mine in zip(names, held, strict=True)]
-        summed = transport.all_sum(mx.stack([*losses, *squares]), "losses and norms")
+        asks = mx.array(float(self.asks_to_stop))
+        summed = transport.all_sum(mx.stack([*losses, *squares, asks]), "losses and norms")
         yield summed
         values = np.array(summed.array)
-        return values[:num_microbatches], values[num_microbatches:]
+        return _Pass(values[:num_microbatches], values[num_microbatches:-1], grads, int(values[-1]))
 
     @property
     def _known(self) -> Cut:

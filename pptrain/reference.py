@@ -53,6 +53,8 @@ class StepResult:
     num_tokens: int
     grad_norm: float
     """Global, before clipping."""
+    num_asking: int = 0
+    """How many ranks ask for the run to stop after this step."""
 
 
 def value_and_grad(
@@ -164,18 +166,19 @@ class OneDevice:
     def __init__(self, model: nn.Module, seed: int = 0) -> None:
         self.model = model
         self._seed = seed
-        self._steps = 0
+        self.num_steps = 0
+        self.asks_to_stop = False
 
     def step_microbatches(
         self, optimizer: optim.Optimizer, microbatches: Sequence[Microbatch], *, max_grad_norm: float | None = None
     ) -> StepResult:
         """One update."""
         result, norm = step(
-            self.model, optimizer, microbatches, max_grad_norm=max_grad_norm, seed=self._seed, step=self._steps
+            self.model, optimizer, microbatches, max_grad_norm=max_grad_norm, seed=self._seed, step=self.num_steps
         )
-        self._steps += 1
+        self.num_steps += 1
         shares = tuple(number(share) for share in result.losses)
-        return StepResult(number(result.loss), shares, result.num_tokens, number(norm))
+        return StepResult(number(result.loss), shares, result.num_tokens, number(norm), int(self.asks_to_stop))
 
     def loss_sum(self, microbatches: Sequence[Microbatch]) -> float:
         """Token losses, summed, in evaluation mode."""

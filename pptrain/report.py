@@ -6,6 +6,7 @@ Both are mlx-lm call-backs, so they stand in one list with its own for wandb and
 import json
 import math
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -13,14 +14,23 @@ from typing import Any, Self, TextIO
 from mlx_lm.tuner.callbacks import TrainingCallback
 from tqdm import tqdm
 
+from pptrain.durable import write_whole
+
 
 class Metrics(TrainingCallback):
-    """Writes one JSON object a report, under mlx-lm's names; a file of an earlier run is replaced."""
+    """Writes one JSON object a report, under mlx-lm's names; a file of an earlier run is replaced.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The file.
+        done: Iterations after which the run goes on: what an earlier process reported of them is kept, and of later
+            ones not, since they come once more.
+    """
+
+    def __init__(self, path: Path, done: int = 0) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
+        kept = _reports_until(done, path) if done and path.exists() else []
+        write_whole(path, lambda file: file.write("".join(kept).encode()))
 
     def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
         """Add a report of training."""
@@ -36,6 +46,17 @@ class Metrics(TrainingCallback):
             file.write(line + "\n")
 
 
+def _reports_until(done: int, path: Path) -> list[str]:
+    """The lines of a file that are whole and of iterations that are done; a validation comes before its iteration."""
+    kept = list[str]()
+    for line in path.read_text(errors="replace").splitlines(keepends=True):
+        with suppress(ValueError, KeyError, TypeError):
+            report = json.loads(line)
+            if report["iteration"] + ("val_loss" in report) <= done and line.endswith("\n"):
+                kept.append(line)
+    return kept
+
+
 def _plain(value: Any) -> Any:
     """A value as JSON has it: no arrays, and null for what is not finite."""
     value = value.tolist() if hasattr(value, "tolist") else value
@@ -47,10 +68,15 @@ def _plain(value: Any) -> Any:
 class Console(TrainingCallback):
     """Prints one line a report, above a progress bar with rate and time left where the output is a terminal."""
 
-    def __init__(self, num_iterations: int, file: TextIO | None = None) -> None:
+    def __init__(self, num_iterations: int, file: TextIO | None = None, initial: int = 0) -> None:
         self._file = sys.stdout if file is None else file
         self._bar = tqdm(
-            total=num_iterations, desc="train", file=self._file, disable=not self._file.isatty(), dynamic_ncols=True
+            total=num_iterations,
+            initial=initial,
+            desc="train",
+            file=self._file,
+            disable=not self._file.isatty(),
+            dynamic_ncols=True,
         )
 
     def __enter__(self) -> Self:

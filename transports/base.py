@@ -146,6 +146,13 @@ class World(ABC):
         """Let the other ranks know that this process ends by an error outside a run; here nobody else is there."""
         self.close()
 
+    def leave_signals(self, count: int) -> None:  # noqa: B027  # a world in one process has no thread that hears them
+        """Leave the next SIGINTs to the program's own handler: by itself a world ends a rank that is in a wait.
+
+        Args:
+            count: How many; the one after them means what it always does.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Close every local transport."""

@@ -357,6 +357,11 @@ class GroupWorld(World):
         """Tell the other ranks why this one ends; see `World.fail`."""
         self._transport.fail(error)
 
+    def leave_signals(self, count: int) -> None:
+        """Let the program handle the next ones; see `World.leave_signals`."""
+        if self._transport.watch:
+            self._transport.watch.leave_signals(count)
+
     def close(self) -> None:
         """Close this rank's transport; see `World.close`."""
         self._transport.close()

@@ -120,6 +120,7 @@ class Watch:
         self.waits_for = ""
         self._is_closed = False
         self._signals: socket.socket | None = None
+        self._signals_left = 0
 
     # -- called by the rank itself -------------------------------------------------------------------------------------
 
@@ -156,6 +157,10 @@ class Watch:
         """Tell the others that this rank ends, and why; what another rank did first stays the cause."""
         self._is_noticed = True
         self._learn(Cause(self.rank, kind, text[:2000]))
+
+    def leave_signals(self, count: int) -> None:
+        """Take no notice of the next signals that ask for an end: the program does what they ask by itself."""
+        self._signals_left = count
 
     def close(self) -> None:
         """Say good-bye and watch no more."""
@@ -219,7 +224,10 @@ class Watch:
                 self._hear(next(peer for peer in self._peers if peer.socket is each))
 
     def _hear_signals(self, signals: socket.socket) -> None:
-        if signal.SIGINT in signals.recv(64):
+        # A SIGTERM is heard only where the program has a handler for it: by itself it ends a process at once.
+        heard = sum(number in (signal.SIGINT, signal.SIGTERM) for number in signals.recv(64))
+        left, self._signals_left = self._signals_left, max(0, self._signals_left - heard)
+        if heard > left:
             self._learn(Cause(self.rank, "interrupted"))
 
     def _hear(self, peer: _Peer) -> None:
