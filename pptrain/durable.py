@@ -24,7 +24,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any], at: At = nothing) 
     Args:
         path: The file.
         write: Given the file that is open beside its place.
-        at: Told of `begin`, `written` and `renamed`.
+        at: Told of `begin`, `writing` before each piece, `written` and `renamed`.
 
     Returns:
         SHA-256 of what was written, as it was written: what the disk makes of it can be compared with that.
@@ -37,7 +37,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any], at: At = nothing) 
     at("begin")
     try:
         with beside.open("wb", buffering=0) as file:
-            hashing = _Hashing(file)
+            hashing = _Hashing(file, at)
             write(cast(BinaryIO, hashing))
             _bring_to_disk(file.fileno())
         at("written")
@@ -59,14 +59,15 @@ def digest_of(path: Path) -> str:
 class _Hashing(io.RawIOBase):
     """A file that is written from its beginning to its end, and hashed on the way."""
 
-    def __init__(self, file: io.FileIO) -> None:
-        self._file = file
+    def __init__(self, file: io.FileIO, at: At) -> None:
+        self._file, self._at = file, at
         self.digest = hashlib.sha256()
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
+        self._at("writing")
         left = memoryview(data).cast("B")
         self.digest.update(left)
         size = len(left)

@@ -23,6 +23,7 @@ from pptrain.agreement import Settings, agree, fingerprint_of, settings_of
 from pptrain.checkpoint import ADAPTERS, BEST, save_adapter_config, save_adapters, save_whole_model
 from pptrain.config import TrainConfig
 from pptrain.data import Data, load_data
+from pptrain.durable import At, nothing
 from pptrain.errors import ConfigError
 from pptrain.machine import look
 from pptrain.microbatch import cross_entropy, kept_random_state
@@ -71,6 +72,7 @@ class _Job:
     data: Data
     pipeline: Pipeline
     fingerprint: Settings
+    at: At
 
     @property
     def is_first(self) -> bool:
@@ -78,8 +80,12 @@ class _Job:
         return 0 in self.pipeline.world.local_ranks
 
 
-def execute(config: TrainConfig) -> Done:
+def execute(config: TrainConfig, at: At = nothing) -> Done:
     """Do what a config asks for: train, test, or both.
+
+    Args:
+        config: What is asked for.
+        at: Told of each point of writing a checkpoint.
 
     Raises:
         UserError: A mistake in what was asked for, found before the first step.
@@ -102,7 +108,7 @@ def execute(config: TrainConfig) -> Done:
             sizes = balanced_sizes(config, loaded.model, world)
         pipeline = make_pipeline(config, loaded, sizes, world)
         fingerprint = fingerprint_of(settings, data.training_fingerprint()[:12])
-        return _carry_out(_Job(config, loaded, data, pipeline, fingerprint))
+        return _carry_out(_Job(config, loaded, data, pipeline, fingerprint, at))
 
 
 def _carry_out(job: _Job) -> Done:
@@ -111,7 +117,7 @@ def _carry_out(job: _Job) -> Done:
     optimizer, run = None, None
     if config.train:
         optimizer = make_optimizer(config)
-        start, checkpoints = open_checkpoints(config, pipeline, optimizer, job.fingerprint)
+        start, checkpoints = open_checkpoints(config, pipeline, optimizer, job.fingerprint, job.at)
         pipeline.load()
         run = _train(job, optimizer, start, checkpoints)
     else:
@@ -126,7 +132,7 @@ def _carry_out(job: _Job) -> Done:
 
 
 def open_checkpoints(
-    config: TrainConfig, pipeline: Pipeline, optimizer: optim.Optimizer, fingerprint: Settings
+    config: TrainConfig, pipeline: Pipeline, optimizer: optim.Optimizer, fingerprint: Settings, at: At = nothing
 ) -> tuple[Progress | None, Checkpoints | None]:
     """Where the run goes on, its parameters and moments put back, and where its checkpoints go.
 
@@ -145,7 +151,7 @@ def open_checkpoints(
             _check_iterations(config, progress, asked.directory / str(chosen))
     if config.checkpoint_dir is None:
         return progress, None
-    checkpoints = Checkpoints(Path(config.checkpoint_dir), config.keep, fingerprint, config.gather)
+    checkpoints = Checkpoints(Path(config.checkpoint_dir), config.keep, fingerprint, config.gather, at)
     if config.resume == "auto":
         there = names_in(Path(config.checkpoint_dir))
         checkpoints.begin(chosen, [name for name in there if chosen is None or name > chosen])

@@ -66,6 +66,7 @@ class Checkpoints:
                 _log.warning("[checkpoint] %s counts for none: rank %s could not write it. Going on.", name, failed[0])
             return None
         self._newest = name
+        self._at("committed")
         if self._is_gathered:
             pipeline.run(lambda transport: gather_parts(transport, folder))
         self._prune(name)
