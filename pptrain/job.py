@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -46,7 +46,6 @@ from pptrain.train import Ended, Run, evaluate
 from transports import Lanes, Task, Transport, World, detect, open_world
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _LANES: dict[str, Lanes | None] = {"auto": None, "single": "single", "direction": "directional"}
 
@@ -100,13 +99,14 @@ def execute(config: TrainConfig, at: At = nothing) -> Done:
             prepare_training(loaded.model, config)
         else:
             load_trained(loaded.model, config.adapter_path)
+        pipeline = make_pipeline(config, loaded, sizes, world)
         settings = settings_of(config, loaded.path, data.fingerprint()[:12], sizes)
         if config.layers == "auto":
             settings["layers"] = "auto"
-        _on_every_rank(world, lambda transport: agree(transport, settings))
+        pipeline.run(lambda transport: agree(transport, settings))
         if config.layers == "auto":
             sizes = balanced_sizes(config, loaded.model, world)
-        pipeline = make_pipeline(config, loaded, sizes, world)
+            pipeline = make_pipeline(config, loaded, sizes, world)
         fingerprint = fingerprint_of(settings, data.training_fingerprint()[:12])
         return _carry_out(_Job(config, loaded, data, pipeline, fingerprint, at))
 
@@ -270,7 +270,9 @@ def balanced_sizes(config: TrainConfig, model: nn.Module, world: World) -> tuple
         cut = Cut.of(model, mx.zeros((1, 8), mx.int32), cross_entropy)
     rows = -(-config.batch_size // num_microbatches)
     sizes = measure(cut, rows, config.max_seq_length, make_optimizer(config))
-    memory = _on_every_rank(world, lambda transport: _memory_of_all(transport, len(world.local_ranks)))[0]
+    sharing = len(world.local_ranks)
+    tasks = {rank: _memory_of_all(world.transport(rank), sharing) for rank in world.local_ranks}
+    memory = world.run(tasks)[world.local_ranks[0]]
     machines = Machines(memory, (seconds_at(sizes, 1.0),) * len(memory))
     schedule = find_schedule(config.schedule)(len(memory), num_microbatches)
     found = balanced_layers(sizes, machines, schedule, config.recompute)
@@ -286,11 +288,6 @@ def _memory_of_all(transport: Transport, sharing: int) -> Task[tuple[float, ...]
     memory = transport.all_sum(mx.array([mine if rank == transport.rank else 0.0 for rank in ranks]), "memory")
     yield memory
     return tuple(float(each) for each in np.asarray(memory.array))
-
-
-def _on_every_rank(world: World, task: Callable[[Transport], Task[T]]) -> list[T]:
-    done = world.run({rank: task(world.transport(rank)) for rank in world.local_ranks})
-    return [done[rank] for rank in world.local_ranks]
 
 
 def make_pipeline(config: TrainConfig, loaded: Loaded, sizes: Sequence[int], world: World) -> Pipeline:
