@@ -1,11 +1,12 @@
+import gc
 import json
 
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from tiny import llama, put_lora_on
+from tiny import batch, llama, put_lora_on
 
-from pptrain import cli, partition
+from pptrain import Pipeline, cli, partition
 from pptrain.advice import Question, answer, same
 from pptrain.errors import ConfigError, PartitionError
 from pptrain.graph import Parts
@@ -170,6 +171,25 @@ def test_weights_that_no_machine_holds_need_more_ranks_and_nothing_else():
     found = answer(question([60, 60], residual_of=lambda rows, seq: 0))
     assert found.recommended is None
     assert [remedy.split(",")[0].split()[1] for remedy in found.remedies] == ["ranks"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("gpipe", "none"), ("1f1b", "none"), ("gpipe", "layer"), ("gpipe", "stage")]
+)
+def test_a_step_takes_no_more_memory_than_planned_and_not_a_fifth_less(schedule, recompute):
+    model, optimizer, rows = llama(6, hidden_size=128, intermediate_size=256, vocab_size=512), optim.Adam(1e-3), 8
+    put_lora_on(model)
+    data = batch(rows, 64, vocab=512)
+    sizes = measure(Cut.of(model, mx.zeros((1, 8), mx.int32), cross_entropy), rows // 4, 64, optimizer)
+    planned = option(sizes, machines_for(sizes, 1e12), find_schedule(schedule)(1, 4), recompute).ranks[0]
+    pipeline = Pipeline(model, 1, schedule=schedule, recompute=recompute)
+    pipeline.step(optimizer, *data, 4)
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    pipeline.step(optimizer, *data, 4)
+    taken = mx.get_peak_memory() - before
+    assert taken <= planned.residuals + planned.boundaries + planned.working <= 1.2 * taken
 
 
 # -- a profile, by a clock that the test turns -------------------------------------------------------------------------
