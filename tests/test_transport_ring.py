@@ -202,6 +202,7 @@ JACCL = {"MLX_RANK": "0", "MLX_JACCL_COORDINATOR": "10.0.0.1:5000"}
         ([["rdma_en2"], [None]], {}, "entry 0 is .*, but a list of 2 devices was expected"),
         ([[None, None], ["rdma_en2", None]], {}, "entry 0 is .*, which names no device to rank 1"),
         ([[None, "a", None, "b"]] * 4, {}, "which names no device to rank 2"),
+        ([[None, *["a"] * 9]] * 10, {}, "rank 0 of 10 has 9 peers, but JACCL links to 8 at most"),
         ([[None, "a", None, None]] * 4, {"MLX_JACCL_RING": "1"}, "which names no device to rank 3"),
     ],
 )

@@ -20,6 +20,9 @@ from transports.wire import MAX_PIECE_BYTES
 
 logger = logging.getLogger(__name__)
 
+MAX_PEERS = 8
+"""A device has 10 queue pairs."""
+
 
 @final
 class JacclWorld(GroupWorld):
@@ -71,6 +74,11 @@ def peers_of(rank: int, world_size: int, environ: Mapping[str, str]) -> set[int]
 
 def check_devices(devices: list[object], rank: int, peers: set[int], where: str) -> None:
     """This rank's row names a device for each peer: `[null, "rdma_en5"]` for rank 0 of two."""
+    if len(peers) > MAX_PEERS:
+        raise TransportSetupError(
+            f"{where}: rank {rank} of {len(devices)} has {len(peers)} peers, but JACCL links to {MAX_PEERS} at most. "
+            "Use fewer ranks, or a ring: --backend jaccl-ring."
+        )
     row = devices[rank]
     if not isinstance(row, list) or len(cast(list[object], row)) != len(devices):
         raise TransportSetupError(
