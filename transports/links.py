@@ -20,7 +20,7 @@ import numpy as np
 
 from transports.buffers import Bytes, array_from, bytes_of
 from transports.faults import Damages, Stalls
-from transports.header import HEADER_BYTES, Header
+from transports.header import HEADER_BYTES, Header, dtype_name
 
 Topology = Literal["mesh", "ring", "line"]
 """`mesh`: everybody with everybody. `ring`: with the ranks before and after, all the way round. `line`: not round."""
@@ -41,7 +41,7 @@ def neighbours(rank: int, world_size: int, topology: Topology) -> list[int]:
 
 def form(shape: Sequence[int], dtype: mx.Dtype) -> str:
     """Shape and dtype in words: `float32 (2, 3)`."""
-    return f"{str(dtype).removeprefix('mlx.core.')} {tuple(shape)}"
+    return f"{dtype_name(dtype)} {tuple(shape)}"
 
 
 @dataclass(frozen=True, slots=True)
