@@ -12,6 +12,7 @@ from itertools import permutations
 import mlx.core as mx
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from strategies import examples
 
 from transports import Lanes, LoopbackWorld, Task
 from transports.faults import Stalls
@@ -125,3 +126,4 @@ class Told(RuleBasedStateMachine):
 
 
 TestTold = Told.TestCase
+TestTold.settings = examples(0.2)  # Each of up to 50 rules.

@@ -57,7 +57,8 @@ class LoopbackWorld(World):
         check_messages: Whether each message carries a header by which its receiver knows it, and its bytes.
 
     Attributes:
-        outcomes: Of the last run: for each rank what it returned, or the error that ended it.
+        outcomes: Of a run that failed: for each rank what it returned, or the error that ended it. What a run returns
+            is not kept.
         log: What happened in the last run, in the order in which the world did it. It is the same again for the same
             tasks and arguments; its seconds too, where they are given and not measured.
     """
@@ -127,7 +128,8 @@ class LoopbackWorld(World):
         """
         for _ in self.steps(tasks):
             pass
-        return cast(dict[int, T], dict(sorted(self.outcomes.items())))
+        results, self.outcomes = self.outcomes, {}
+        return cast(dict[int, T], dict(sorted(results.items())))
 
     def steps(self, tasks: Mapping[int, Task[T]]) -> Iterator[int]:
         """Run as `run` does, and yield the rank that went on after each step."""
