@@ -10,16 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+from blame import may_cause
 from conversations import Record, Step, Together, addend, conversations, model
 from hypothesis import given, note
 from hypothesis import strategies as st
 from strategies import WorldCase, worlds
 
 from transports import (
-    BoundaryMismatch,
-    DamagedMessage,
     LoopbackWorld,
-    RankDied,
     Task,
     Transport,
     TransportError,
@@ -154,24 +152,6 @@ def carry_out(world: LoopbackWorld, plan: Plan, follow: Follow) -> tuple[list[Re
     except TransportError as cause:
         return records, cause
     return records, None
-
-
-def may_cause(error: TransportError, faults: Sequence[Fault]) -> bool:
-    """Whether one of the faults leads to such an error."""
-    hows = {fault.how for fault in faults if isinstance(fault, Damages)}
-    match error:
-        case RankDied():
-            return any(f"[rank {fault.rank}] {fault}" in str(error) for fault in faults if isinstance(fault, Dies))
-        case TransportTimeout():
-            return any(isinstance(fault, Stalls) for fault in faults)
-        case DamagedMessage():
-            return bool(hows & {"cut", "flip"})
-        case BoundaryMismatch():
-            return bool(hows & {"double", "shape"})
-        case UndeliveredMessage():
-            return "double" in hows
-        case _:
-            return False
 
 
 def check(plan: Plan, follow: Follow) -> None:

@@ -9,17 +9,17 @@ each microbatch, in the parameter's dtype (by half a unit in the last place), th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
+from equality import bits, differing, leaves
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_map, tree_unflatten
 from strategies import (
     SPLIT,
     BatchCase,
@@ -52,29 +52,15 @@ SMOOTH = 1e-2
 """Adam's eps where a parameter is shared. Adam divides by |g| + eps: with a small one, an element whose gradient is all
 rounding would go by the whole learning rate, one way or the other."""
 
-STEPS_APART = {"float32": 1e-5, "bfloat16": 0.25}
-"""After five steps with a shared parameter, relative to a leaf's largest element. In bfloat16 all parameters and
-moments are rounded to 2^-8 at every step, so a last bit of the first step has grown; 0.13 was the most that was seen (a
-second moment), 3e-6 in float32. What each single step does is held to the bits below."""
+STEPS_APART = {"float32": 3e-5, "bfloat16": 0.25}
+"""After five steps with a shared parameter, relative to a leaf's largest element. The last bits of the first step's
+gradient, whose bound is `allowed`, grow from step to step, since Adam divides by roots of second moments that are small
+where the gradient is; 1.6e-5 was the most that was seen in float32 (adapters on a shared table), and 0.13 in bfloat16,
+where all parameters and moments are rounded to 2^-8 at every step. What each single step does is held to the bits
+below."""
 
 
 # -- what is compared --------------------------------------------------------------------------------------------------
-
-
-def leaves(tree: Any) -> dict[str, Any]:
-    """Every leaf by name."""
-    return dict(tree_flatten(tree))
-
-
-def bits(array: mx.array) -> tuple[mx.Dtype, tuple[int, ...], bytes]:
-    """All there is to say about an array: NaNs and signs of zeros too."""
-    return array.dtype, tuple(array.shape), bytes(memoryview(mx.contiguous(array).reshape(-1).view(mx.uint8)))
-
-
-def differing(ours: Mapping[str, mx.array], theirs: Mapping[str, mx.array]) -> list[str]:
-    """Names of leaves that are not the same bits; both have the same names in the same order."""
-    assert list(ours) == list(theirs)
-    return [name for name in ours if bits(ours[name]) != bits(theirs[name])]
 
 
 def difference(ours: mx.array, theirs: mx.array) -> float:

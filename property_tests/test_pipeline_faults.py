@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import mlx.core as mx
+from blame import may_cause
+from equality import bits, differing, leaves
 from hypothesis import given, note
 from hypothesis import strategies as st
 from mlx.utils import tree_map
 from strategies import Case, cases, examples, models
-from test_faults import may_cause
-from test_pipeline import bits, differing, leaves
 
 from pptrain import reference
 from pptrain.pipeline import Pipeline
@@ -24,9 +24,10 @@ T = TypeVar("T")
 @st.composite
 def faulty_cases(draw: st.DrawFn) -> tuple[Case, list[Fault]]:
     """Faults where the messages of a step are: between neighbours, and not far from its beginning."""
-    case = draw(cases(models=models(is_tied=False, min_layers=2, max_layers=4), min_stages=2))
-    ranks, numbers = st.integers(0, case.num_stages - 1), st.integers(0, 20)
-    lower = draw(st.integers(0, case.num_stages - 2))
+    one_each = st.sampled_from(["sequential", "gpipe", "1f1b", "zb-h1", "zb-h2"])
+    case = draw(cases(models=models(is_tied=False, min_layers=2, max_layers=4), schedules=one_each, min_ranks=2))
+    ranks, numbers = st.integers(0, case.num_ranks - 1), st.integers(0, 20)
+    lower = draw(st.integers(0, case.num_ranks - 2))
     source, to = draw(st.permutations([lower, lower + 1]))
     message = st.integers(0, case.num_microbatches)
     deaths = st.builds(
@@ -47,7 +48,7 @@ def faulty_cases(draw: st.DrawFn) -> tuple[Case, list[Fault]]:
 def test_a_pipeline_has_one_device_s_bits_or_names_the_cause(faulty: tuple[Case, list[Fault]]):
     case, faults = faulty
     world = LoopbackWorld(
-        case.num_stages,
+        case.num_ranks,
         capacity=case.world.capacity,
         lanes=case.world.lanes,
         seed=case.world.seed,
