@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Literal
 
 import mlx.core as mx
@@ -560,3 +561,59 @@ def cases(
         world=draw(worlds()),
         seed=draw(st.integers(0, 2**16)),
     )
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What a disk, a person or a program does to a file of a directory."""
+
+    kind: Literal["flip", "cut short", "append", "delete", "swap", "copy over"]
+    file: str
+    other: str
+    place: float
+    """In the file, from 0 to 1."""
+    bit: int
+
+    def apply(self, directory: Path) -> set[str]:
+        """Do it; returns the files whose bytes are others now."""
+        path, other = directory / self.file, directory / self.other
+        before = {name: _bytes(directory / name) for name in (self.file, self.other)}
+        mine, theirs = before[self.file], before[self.other]
+        match self.kind:
+            case "flip" if mine:
+                at = min(int(self.place * len(mine)), len(mine) - 1)
+                path.write_bytes(mine[:at] + bytes([mine[at] ^ (1 << self.bit)]) + mine[at + 1 :])
+            case "cut short" if mine:
+                path.write_bytes(mine[: int(self.place * len(mine))])
+            case "append" if mine:
+                path.write_bytes(mine + bytes([self.bit]))
+            case "delete":
+                path.unlink(missing_ok=True)
+            case "swap" if mine and theirs:
+                path.write_bytes(theirs)
+                other.write_bytes(mine)
+            case "copy over" if mine:
+                other.write_bytes(mine)
+            case _:
+                pass
+        return {name for name, then in before.items() if _bytes(directory / name) != then}
+
+
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def damages(files: Sequence[str]) -> st.SearchStrategy[list[Damage]]:
+    """One damage, or several one after the other; also to more files than any checkpoint survives."""
+    one = st.builds(
+        Damage,
+        kind=st.sampled_from(("flip", "cut short", "append", "delete", "swap", "copy over")),
+        file=st.sampled_from(files),
+        other=st.sampled_from(files),
+        place=st.floats(0, 1, exclude_max=True),
+        bit=st.integers(0, 7),
+    )
+    return st.lists(one, min_size=1, max_size=8)

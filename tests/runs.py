@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from tiny import same_bits
 
 from pptrain.config import TrainConfig, parse
+from pptrain.durable import At, nothing
 from pptrain.job import Done, execute
 
 ROWS = 22
@@ -39,8 +40,8 @@ class Runs:
     def config(self, out: str, *flags: str) -> TrainConfig:
         return parse([*self.flags, "--adapter-path", str(self.directory / out), *flags])
 
-    def run(self, out: str, *flags: str) -> Done:
-        return execute(self.config(out, *flags))
+    def run(self, out: str, *flags: str, at: At = nothing) -> Done:
+        return execute(self.config(out, *flags), at)
 
     def kept(self, out: str, *flags: str) -> Done:
         """A run with checkpoints every 3 iterations."""
