@@ -5,6 +5,7 @@ tests run without `mx.compile`, and the few that test it turn it on for themselv
 """
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -20,3 +21,14 @@ def demo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("demo")
     write_demo(directory)
     return directory
+
+
+@pytest.fixture
+def exact_memory() -> Generator[None]:
+    """Let MLX count what is asked for: a buffer that it takes from its cache may be larger."""
+    import mlx.core as mx
+
+    mx.clear_cache()
+    limit = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(limit)

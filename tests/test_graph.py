@@ -10,6 +10,8 @@ from pptrain.microbatch import Microbatch, cross_entropy
 from pptrain.model import ArraySpec
 from pptrain.stage import Cut, Segment, Work
 
+pytestmark = pytest.mark.usefixtures("exact_memory")
+
 ROWS, SEQ = 2, 32
 TOKENS = mx.zeros((ROWS, SEQ + 1), mx.int32)
 LOSS = (ArraySpec((), mx.float32),)

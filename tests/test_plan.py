@@ -173,6 +173,7 @@ def test_weights_that_no_machine_holds_need_more_ranks_and_nothing_else():
     assert [remedy.split(",")[0].split()[1] for remedy in found.remedies] == ["ranks"]
 
 
+@pytest.mark.usefixtures("exact_memory")
 @pytest.mark.parametrize(
     ("schedule", "recompute"), [("gpipe", "none"), ("1f1b", "none"), ("gpipe", "layer"), ("gpipe", "stage")]
 )
