@@ -71,6 +71,13 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--virtual", type=int, help="stages a rank, for interleaved")
     parser.add_argument("--costs", help="F,I,W,COMM: what each part of one rank's work takes, and a message (1,1,1,0)")
     parser.add_argument("--residual-limit", type=int, help="microbatches whose residuals a rank may keep")
+    parser.add_argument(
+        "--weight-share",
+        type=float,
+        default=1.0,
+        help="for auto: what is left of a microbatch's residuals between its input part and its weight part (1, all; "
+        "Qi et al. count 32 / (34 + 5 heads * seq / hidden)); the verifier counts them whole",
+    )
     parser.add_argument("--lanes", choices=_LANES, default="single", help="how messages travel (default single)")
     parser.add_argument("--csv", type=Path, help="write the schedule, in PyTorch's notation")
     parser.add_argument("--program", type=Path, help="write the same with sends and receives")
@@ -96,7 +103,8 @@ def _schedule(options: Namespace) -> Schedule:
     if name == "auto":
         if options.residual_limit is None:
             raise ConfigError("[residual-limit] auto searches within a limit. Give --residual-limit, such as --stages.")
-        return auto(loop(options.stages), options.microbatches, costs, options.residual_limit)
+        placement, share = loop(options.stages), options.weight_share
+        return auto(placement, options.microbatches, costs, options.residual_limit, share)
     return find_schedule(name, options.virtual)(options.stages, options.microbatches)
 
 
@@ -111,7 +119,7 @@ def _shown(schedule: Schedule, options: Namespace) -> Shown:
             schedule.num_microbatches,
             capacity=capacity,
             lanes=lanes,
-            residual_limit=options.residual_limit,
+            residual_limit=options.residual_limit if options.weight_share == 1 else None,
         )
         for name, capacity in _CAPACITIES.items()
     }

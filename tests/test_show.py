@@ -103,6 +103,14 @@ def test_auto_is_never_longer_than_a_named_schedule_within_the_limit(capsys):
     assert found["span"] <= json.loads(shown(capsys, "zb-h1", *sizes)[1])["span"]
 
 
+def test_auto_comes_nearer_where_the_input_part_frees_a_share_of_the_residuals(capsys):
+    sizes = ["--stages", "4", "--microbatches", "12", "--costs", "18.5,18.1,9.3,0.6", "--residual-limit", "8", "--json"]
+    whole, shared = (
+        json.loads(shown(capsys, "auto", *sizes, "--weight-share", share)[1])["bubble"] for share in ("1", "0.3")
+    )
+    assert shared < whole
+
+
 def test_a_comparison_has_a_row_for_every_schedule(capsys):
     code, out = shown(capsys, "--compare", "--stages", "4", "--microbatches", "8")
     assert code == 0
