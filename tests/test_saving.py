@@ -121,6 +121,24 @@ def test_a_kill_at_any_point_leaves_the_checkpoint_before_whole(num_points, tmp_
     assert trained.names() == trained.whole() == ["0000001-of-2", "0000003-of-2"]
 
 
+def test_a_kill_while_a_part_is_written_over_leaves_no_manifest_that_speaks_for_other_arrays(tmp_path):
+    trained = Trained(tmp_path, num_stages=1)
+    trained.step_and_save(2)
+    trained.checkpoints = Checkpoints(tmp_path, 2, SETTINGS, at=kills_at("manifest begin"))
+    with pytest.raises(Killed):
+        trained.step_and_save(2)
+    answer = examine(tmp_path, Name(2, 1), trained.pipeline.updated_by(0), SETTINGS)
+    assert (answer.state, answer.seen) == ("lacking", ())
+
+
+def kills_at(point):
+    def at(here):
+        if here == point:
+            raise Killed(point)
+
+    return at
+
+
 # -- a full disk -------------------------------------------------------------------------------------------------------
 
 
