@@ -136,7 +136,7 @@ class Executor:
 
     def _specs(self, message: Message, work: Work) -> Specs:
         stage = self._stages[message.to_stage]
-        return stage.specs_in(work) if message.carried == "F" else stage.specs_out(work)
+        return stage.specs_in(work) if message.carried == "F" else stage.specs_back(work)
 
     def _take(self, message: Message) -> Boundary:
         if message not in self._received:

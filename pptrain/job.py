@@ -27,7 +27,6 @@ from pptrain.durable import At, nothing
 from pptrain.errors import ConfigError
 from pptrain.machine import look
 from pptrain.microbatch import cross_entropy, kept_random_state
-from pptrain.model import find_layers
 from pptrain.perfetto import chrome_trace
 from pptrain.pipeline import Pipeline
 from pptrain.plan import Machines, balanced_layers, seconds_at
@@ -42,6 +41,7 @@ from pptrain.stage import Cut
 from pptrain.stopping import asked_by_signals
 from pptrain.store import names_in
 from pptrain.timeline import on_one_clock
+from pptrain.trace import count_layers
 from pptrain.train import Ended, Run, evaluate
 from transports import Lanes, Task, Transport, World, detect, open_world
 
@@ -93,7 +93,7 @@ def execute(config: TrainConfig, at: At = nothing) -> Done:
     """
     with opened(config) as world:
         loaded = load_base(config)
-        sizes = cut_sizes(config, world, len(find_layers(loaded.model)))
+        sizes = cut_sizes(config, world, count_layers(loaded.model))
         data = load_data(config, loaded.tokenizer, vocabulary_size(loaded))
         if config.train:
             prepare_training(loaded.model, config)

@@ -1,13 +1,11 @@
 """An mlx-lm model as pptrain sees it: a stack of layers that can be intercepted, and parameters that have names.
 
 Nothing here knows an architecture by name. A model is any `mlx.nn.Module` that takes tokens and returns logits, and
-whose `layers` are called once each, in order, with the hidden state as their first argument.
+that has `layers`.
 """
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +17,8 @@ from mlx.utils import tree_flatten
 
 from pptrain.errors import ModelError
 
-Call = Callable[[mx.array], Any]
-Around = Callable[[int, Call, mx.array], Any]
-"""`around(layer, call, hidden)` stands in for a layer's own call, which `call(hidden)` makes."""
+Around = Callable[..., Any]
+"""`around(number, call, *args, **kwargs)` stands in for a module's own call, which `call(*args, **kwargs)` makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,122 +118,73 @@ def replaced(slots: Sequence[Slot], arrays: Sequence[mx.array]) -> Generator[Non
             slot.put(array)
 
 
-@contextmanager
-def intercepted(layers: Sequence[nn.Module], around: Around) -> Generator[None]:
-    """Let `around` stand in for each layer's call for a while.
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module whose calls are intercepted: a layer, or a part of a layer that is itself never called."""
 
-    Each layer gets a subclass of its own class, so that attributes, `isinstance` and `super()` go on working, and gets
+    layer: int
+    module: nn.Module
+    is_whole: bool
+
+
+def units_of(model: nn.Module) -> Generator[list[Unit]]:
+    """What to intercept: the layers; where the model calls none of them but their parts, those."""
+    layers = find_layers(model)
+    yield _once(Unit(number, layer, True) for number, layer in enumerate(layers))
+    yield _once(Unit(number, part, False) for number, layer in enumerate(layers) for part in layer.modules())
+
+
+def _once(units: Iterable[Unit]) -> list[Unit]:
+    """Each module once, as a part of the first layer that has it."""
+    found = dict[int, Unit]()
+    for unit in units:
+        found.setdefault(id(unit.module), unit)
+    return list(found.values())
+
+
+@contextmanager
+def intercepted(modules: Sequence[nn.Module], around: Around) -> Generator[None]:
+    """Let `around` stand in for each module's call for a while; calls within such a call are the module's own.
+
+    Each module gets a subclass of its own class, so that attributes, `isinstance` and `super()` go on working, and gets
     its own class back at the end.
     """
-    index = {id(layer): i for i, layer in enumerate(layers)}
-    classes = [type(layer) for layer in layers]
-    stand_ins = {cls: _stand_in(cls, index, around) for cls in set(classes)}
+    index = dict[int, int]()
+    for number, module in enumerate(modules):
+        index.setdefault(id(module), number)
+    classes, outermost = [type(module) for module in modules], _Outermost(index, around)
+    stand_ins = {cls: _stand_in(cls, outermost) for cls in set(classes)}
     try:
-        for layer, cls in zip(layers, classes, strict=True):
-            layer.__class__ = stand_ins[cls]
+        for module, cls in zip(modules, classes, strict=True):
+            module.__class__ = stand_ins[cls]
         yield
     finally:
-        for layer, cls in zip(layers, classes, strict=True):
-            layer.__class__ = cls
+        for module, cls in zip(modules, classes, strict=True):
+            module.__class__ = cls
 
 
-def _stand_in(cls: type[nn.Module], index: dict[int, int], around: Around) -> type[nn.Module]:
+class _Outermost:
+    """Hands a call to `around` unless it comes from within one."""
+
+    def __init__(self, index: dict[int, int], around: Around) -> None:
+        self._index, self._around = index, around
+        self._is_inside = False
+
+    def __call__(self, module: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self._is_inside:
+            return call(*args, **kwargs)
+        self._is_inside = True
+        try:
+            return self._around(self._index[id(module)], call, *args, **kwargs)
+        finally:
+            self._is_inside = False
+
+
+def _stand_in(cls: type[nn.Module], outermost: _Outermost) -> type[nn.Module]:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            hidden, call = args[0], lambda h: cls.__call__(self, h, *args[1:], **kwargs)
-        else:
-            name = next(iter(kwargs), "")
-            hidden, call = kwargs.get(name), lambda h: cls.__call__(self, **{**kwargs, name: h})
-        return around(index[id(self)], call, hidden)  # type: ignore[arg-type]
+        return outermost(self, lambda *a, **k: cls.__call__(self, *a, **k), *args, **kwargs)  # type: ignore[operator]
 
     return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """What one lazy forward shows about a model, without reading a weight.
-
-    A *site* is a part of the forward between two neighbouring layer inputs: site 0 is everything before the first layer
-    (the embedding), site i + 1 is layer i with whatever follows it until the next layer's input; the last site ends at
-    the logits.
-    """
-
-    boundaries: tuple[Specs, ...]
-    """What enters each layer: `boundaries[i]` is the input of layer i."""
-    uses: tuple[frozenset[str], ...]
-    """Names of the parameters that each site reads."""
-
-
-def trace(model: nn.Module, tokens: mx.array) -> Trace:
-    """Find the boundaries and who reads which parameter, by building the forward once and evaluating nothing.
-
-    Args:
-        model: Any mlx-lm model; its weights may be lazy and stay so.
-        tokens: `[microbatch_size, seq]`.
-
-    Raises:
-        ModelError: If the layers are not called once each, in order, with one hidden state.
-    """
-    *inputs, logits = _ends(model, tokens)
-    return Trace(_specs(inputs), _uses(model, find_layers(model), [*inputs, logits]))
-
-
-def boundaries(model: nn.Module, tokens: mx.array) -> tuple[Specs, ...]:
-    """What enters each layer for tokens of another shape; raises as `trace` does."""
-    return _specs(_ends(model, tokens)[:-1])
-
-
-def _specs(inputs: Sequence[mx.array]) -> tuple[Specs, ...]:
-    return tuple((ArraySpec.of(hidden),) for hidden in inputs)
-
-
-def _ends(model: nn.Module, tokens: mx.array) -> list[mx.array]:
-    """The unevaluated end of each site."""
-    layers, inputs = find_layers(model), list[mx.array]()
-
-    def around(layer: int, call: Call, hidden: Any) -> Any:
-        if layer != len(inputs) or not isinstance(hidden, mx.array):
-            raise ModelError(_not_one_hidden_state(model, layer, len(inputs), hidden))
-        inputs.append(hidden)
-        # A fresh array cuts the graph here, so that each site can be looked at by itself.
-        return call(mx.zeros(hidden.shape, hidden.dtype))
-
-    with intercepted(layers, around):
-        logits = model(tokens)
-    if len(inputs) != len(layers) or not isinstance(logits, mx.array):
-        raise ModelError(_not_one_hidden_state(model, len(inputs), len(layers), logits))
-    return [*inputs, logits]
-
-
-def _not_one_hidden_state(model: nn.Module, layer: int, expected: int, value: object) -> str:
-    return (
-        f"[model] {type(model).__module__} cannot be cut: layer {layer} came where layer {expected} was expected, with "
-        f"{type(value).__name__} as its hidden state. Expected every layer to be called once, in order, with one "
-        "array. Train this model on one device with mlx_lm.lora."
-    )
-
-
-def _uses(model: nn.Module, layers: Sequence[nn.Module], ends: Sequence[mx.array]) -> tuple[frozenset[str], ...]:
-    """Names of the parameters from which each end can be reached in the lazy graph."""
-    arrays = dict(tree_flatten(model.parameters()))
-    of_layer = [{id(a) for _, a in tree_flatten(layer.parameters())} for layer in layers]
-    in_layers = set[int]().union(*of_layer)
-    outside = [name for name, a in arrays.items() if id(a) not in in_layers]
-
-    def candidates(site: int) -> list[str]:
-        own = of_layer[site - 1] if site else set[int]()
-        return outside + [name for name, a in arrays.items() if id(a) in own]
-
-    return tuple(reachable(end, {name: arrays[name] for name in candidates(site)}) for site, end in enumerate(ends))
-
-
-def reachable(end: mx.array, leaves: dict[str, mx.array]) -> frozenset[str]:
-    """Which of the leaves an unevaluated array is computed from."""
-    picture = io.StringIO()
-    mx.export_to_dot(picture, end, **leaves)
-    # Lines of the form `"name" -> 1234`: the array is an input of a primitive. Names made by MLX have no dot in them.
-    sources = set(re.findall(r'^"(.+)" -> \d+$', picture.getvalue(), re.MULTILINE))
-    return frozenset(name for name in leaves if name in sources)
 
 
 def unmatched_keys(layers: Iterable[nn.Module], keys: Iterable[str]) -> list[str]:

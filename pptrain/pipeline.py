@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from pptrain import partition
 from pptrain.checkpoint import gather
-from pptrain.errors import ConfigError
+from pptrain.errors import ConfigError, ModelError
 from pptrain.executor import Executor, materialize
 from pptrain.microbatch import Microbatch, TokenLoss, count_tokens, cross_entropy, cut, kept_random_state
-from pptrain.model import Slot, find_layers, find_slots, has_dropout, trainable_names
+from pptrain.model import Slot, find_slots, has_dropout, trainable_names
 from pptrain.optimizer import (
     Grads,
     add_shared,
@@ -37,12 +37,10 @@ from pptrain.registry import count_stages_per_rank, find_schedule
 from pptrain.schedule import Builder, Placement, Schedule, forward_only, stages_of
 from pptrain.simulate import Span
 from pptrain.stage import Cut, Recompute, Stage, Work
+from pptrain.trace import SAMPLE, count_layers
 from transports import LoopbackWorld, Task, Transport, World, open_world
 
 T = TypeVar("T")
-
-_SAMPLE = (1, 8)
-"""Shape of the tokens with which a model is traced: any will do to see who reads which parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,8 @@ class Pipeline:
         each = count_stages_per_rank(self._schedule)
         default = len(layers) // each if layers is not None else world.world_size if world else 1
         self.num_ranks = default if num_stages is None else num_stages
-        num_layers = len(find_layers(model))
+        with kept_random_state():
+            num_layers = count_layers(model)
         self.layers = (
             partition.even(num_layers, self.num_ranks * each)
             if layers is None
@@ -329,12 +328,24 @@ class Pipeline:
         key = (trainable_names(self.model), places, compile)
         if self._cut is None or self._cut_key != key:
             with kept_random_state():  # A forward with dropout draws, even one that is never evaluated.
-                self._cut = cut = Cut.of(self.model, mx.zeros(_SAMPLE, mx.int32), self._loss, compile)
+                self._cut = cut = Cut.of(self.model, mx.zeros(SAMPLE, mx.int32), self._loss, compile)
+            self._refuse_strangers(cut)
             self._cut_key = key
             self._holders = {name: self._ranks_that_read(cut, name) for name in cut.trainable}
             local = [stage for stage, rank in enumerate(self.placement) if rank in self.world.local_ranks]
             self._stages = {stage: Stage(cut, stage, self._ranges[stage], self._recompute) for stage in local}
             self._programs.clear()
+
+    def _refuse_strangers(self, cut: Cut) -> None:
+        """A layer's own weights live with the layer; who else reads them must be in the same stage."""
+        stage_of = {site: stage for stage in range(len(self.placement)) for site in self._sites(stage)}
+        for site, owner, name in cut.trace.strangers:
+            if stage_of[site] not in {stage_of[c.position + 1] for c in cut.trace.calls if c.layer == owner}:
+                raise ModelError(
+                    f"[model] {type(self.model).__module__} cannot be cut so: layer {site - 1} reads {name}, which is "
+                    f"layer {owner}'s, in another stage. Expected layers that read their own parameters. Cut it "
+                    f"elsewhere: layers {owner} to {site - 1} in one stage."
+                )
 
     @property
     def _ranges(self) -> tuple[range, ...]:

@@ -12,7 +12,7 @@ from pptrain.executor import materialize
 from pptrain.microbatch import Microbatch, kept_random_state
 from pptrain.model import Specs
 from pptrain.plan import Seconds
-from pptrain.sizes import Sizes, specs_into
+from pptrain.sizes import Sizes, specs_back, specs_into
 from pptrain.stage import Cut, Segment, Work
 from transports import Task, Transport
 from transports.measure import LinkSpeed, measure_links
@@ -45,7 +45,7 @@ def time_sites(
 def _time_site(cut: Cut, site: int, rows: int, seq: int, clock: Callable[[], float]) -> Seconds:
     segment = Segment(cut, range(site, site + 1))
     tokens, lengths = mx.random.randint(0, 2, (rows, seq + 1)), mx.array([[1, seq]] * rows)
-    into, out = _random(specs_into(cut, site, tokens)), _random(specs_into(cut, site + 1, tokens))
+    into, out = _random(specs_into(cut, site, tokens)), _random(specs_back(cut, site + 1, tokens))
     weights, frozen = ([_like(array) for array in arrays] for arrays in segment.parameters())
     work = Work(Microbatch(tokens, lengths), 0, mx.array(float(rows * seq)), 0, 0)
     materialize(tokens, lengths, work.num_tokens, into, out, weights, frozen)

@@ -151,9 +151,9 @@ def number(scalar: mx.array) -> float:
 def masks_of(model: nn.Module, seed: int, step: int, microbatch: int) -> Generator[None]:
     """Draw the random masks that belong to (seed, step, microbatch, layer), and leave MLX's generator as it was."""
 
-    def around(layer: int, call: Any, hidden: mx.array) -> Any:
+    def around(layer: int, call: Any, /, *args: Any, **kwargs: Any) -> Any:
         mx.random.seed(mask_seed(seed, step, microbatch, layer + 1))
-        return call(hidden)
+        return call(*args, **kwargs)
 
     with kept_random_state(), intercepted(find_layers(model), around):
         mx.random.seed(mask_seed(seed, step, microbatch, 0))

@@ -161,12 +161,17 @@ def optimizer_bytes(optimizer: optim.Optimizer, parameter: mx.array) -> int:
 def _site(cut: Cut, site: int, tokens: mx.array, held: Held) -> Site:
     into = specs_into(cut, site, tokens)
     with kept_random_state():
-        parts = examine(Segment(cut, range(site, site + 1)), tokens, into, specs_into(cut, site + 1, tokens))
+        parts = examine(Segment(cut, range(site, site + 1)), tokens, into, specs_back(cut, site + 1, tokens))
     return Site(held, parts, sum(spec.nbytes for spec in into))
 
 
 def specs_into(cut: Cut, site: int, tokens: mx.array) -> Specs:
-    """What enters a site: nothing before the first, and past the last the loss; tokens are `[rows, seq + 1]`."""
+    """What enters a site going forward, nothing before the first; tokens are `[rows, seq + 1]`."""
+    return cut.look(tokens[:, :-1]).crossing(site) if site else ()
+
+
+def specs_back(cut: Cut, site: int, tokens: mx.array) -> Specs:
+    """What comes back from a site: the cotangents of what enters it, and past the last that of the loss."""
     if site == cut.num_sites:
         return (ArraySpec((), mx.float32),)
-    return cut.boundary(site - 1, tokens[:, :-1]) if site else ()
+    return cut.look(tokens[:, :-1]).returning(site)

@@ -1,9 +1,9 @@
 """A stage: the model's own forward, cut at the layer boundaries, and its gradients.
 
-Cutting is done by interception. A stage runs the whole model's `__call__`; layers before the stage hand their input
-through, the received boundary takes the place of the first own layer's input, and the forward ends where the next
-stage's first layer would be called. What lies outside is built but never evaluated: it costs nothing, and its weights
-are never read. Layer numbers, masks and patterns stay the whole model's.
+Cutting is done by interception. A stage runs the whole model's `__call__`; layers before the stage hand on what was
+received in place of what they made, and the forward ends where the next stage's first layer would be called (or as
+soon as all that crosses there is known). What lies outside is built but never evaluated: it costs nothing, and its
+weights are never read. Layer numbers, masks and patterns stay the whole model's.
 
 A stage builds lazy graphs and evaluates none of them: it hands the arrays to the executor, which evaluates them in
 parts.
@@ -20,22 +20,11 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 
-from pptrain.errors import ScheduleError
+from pptrain.errors import ModelError, ScheduleError
 from pptrain.microbatch import Microbatch, TokenLoss, loss_share, mask_seed
-from pptrain.model import (
-    Boundary,
-    Call,
-    Slot,
-    Specs,
-    Trace,
-    boundaries,
-    find_layers,
-    find_slots,
-    intercepted,
-    replaced,
-    trace,
-    trainable_names,
-)
+from pptrain.model import Boundary, Slot, Specs, find_slots, has_dropout, intercepted, replaced, trainable_names
+from pptrain.replay import Reached, Replay
+from pptrain.trace import Trace, trace
 
 Recompute = Literal["none", "layer", "stage"]
 
@@ -73,11 +62,26 @@ class Graph:
     grads: list[mx.array]
 
 
-class _Reached(Exception):
-    """Ends a forward early: the next stage's first layer would be called now."""
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the model does with tokens of one shape."""
 
-    def __init__(self, boundary: mx.array) -> None:
-        self.boundary = boundary
+    trace: Trace
+    gradients: frozenset[int]
+    """The values that have a gradient."""
+
+    def crossing(self, site: int) -> Specs:
+        """What crosses the cut before a site, going forward."""
+        return self.trace.specs(site)
+
+    def returning(self, site: int) -> Specs:
+        """What crosses the cut before a site going backward: cotangents of those values that have one."""
+        pairs = zip(self.trace.specs(site), self.differentiable(site), strict=True)
+        return tuple(spec for spec, has_gradient in pairs if has_gradient)
+
+    def differentiable(self, site: int) -> list[bool]:
+        """Which of the values that cross before a site have a gradient."""
+        return [value in self.gradients for value in self.trace.crossing(site)]
 
 
 @dataclass(frozen=True)
@@ -90,25 +94,27 @@ class Cut:
     loss: TokenLoss
     compile: bool
 
-    _boundaries: dict[tuple[int, ...], tuple[Specs, ...]] = field(default_factory=dict[Any, Any])
+    _looks: dict[tuple[int, ...], Look] = field(default_factory=dict[Any, Any])
 
     @staticmethod
     def of(model: nn.Module, tokens: mx.array, loss: TokenLoss, compile: bool = False) -> Cut:
         """Look at the model as it is now; `tokens` `[microbatch_size, seq]` are of any shape that it takes."""
-        return Cut(model, trace(model, tokens), trainable_names(model), loss, compile)
+        found = trace(model, tokens)
+        if has_dropout(model) and not all(unit.is_whole for unit in found.units):
+            raise ModelError(
+                f"[dropout] {type(model).__module__} calls the parts of its layers and not the layers, so that no "
+                "masks can be drawn for each layer. Expected a model without dropout. Use dropout 0."
+            )
+        return Cut(model, found, trainable_names(model), loss, compile)
 
-    def boundary(self, layer: int, tokens: mx.array) -> Specs:
-        """What enters a layer when the model is given these tokens; kept for each of the last shapes."""
+    def look(self, tokens: mx.array) -> Look:
+        """What the model does with tokens of this shape; kept for each of the last shapes."""
         shape = tuple(tokens.shape)
-        if shape not in self._boundaries:
-            _make_room(self._boundaries)
-            self._boundaries[shape] = boundaries(self.model, tokens)
-        return self._boundaries[shape][layer]
-
-    @cached_property
-    def layers(self) -> list[nn.Module]:
-        """All layers, in forward order."""
-        return find_layers(self.model)
+        if shape not in self._looks:
+            _make_room(self._looks)
+            found = trace(self.model, mx.zeros(shape, mx.int32))
+            self._looks[shape] = Look(found, found.with_gradient(self.trainable))
+        return self._looks[shape]
 
     @cached_property
     def slots(self) -> dict[str, Slot]:
@@ -160,25 +166,17 @@ class Segment:
 
         Args:
             work: The microbatch.
-            boundary: What enters the first site, `[microbatch_size, seq, hidden]`; empty where that is the tokens.
+            boundary: What crosses before the first site; empty where that is the tokens.
         """
 
-        def around(layer: int, call: Call, given: mx.array) -> Any:
-            site = layer + 1
-            if site == self.sites.stop:
-                raise _Reached(given)
-            if site < self.sites.start:
-                return given
-            mx.random.seed(mask_seed(work.seed, work.step, work.index, site))
-            # A handle of our own: some models change the array in place after the stack.
-            return call(mx.array(boundary[0]) if site == self.sites.start else given)
-
+        replay = Replay(self._cut.look(work.microbatch.inputs).trace, self.sites, boundary)
+        replay.seed_of = lambda layer: mask_seed(work.seed, work.step, work.index, layer + 1)
         mx.random.seed(mask_seed(work.seed, work.step, work.index, 0))
         try:
-            with intercepted(self._cut.layers, around):
+            with intercepted(replay.modules, replay.around):
                 logits = self._cut.model(work.microbatch.inputs)
-        except _Reached as reached:
-            return [mx.array(reached.boundary)]
+        except Reached:
+            return replay.outputs()
         return [loss_share(logits, work.microbatch, work.num_tokens, self._cut.loss)]
 
     def differentiate(self, work: Work, boundary: Boundary, cotangents: Boundary) -> tuple[Boundary, Graph]:
@@ -188,6 +186,7 @@ class Segment:
             The output, and what is left of the graph once the output has been evaluated.
         """
         weights, frozen = self.parameters()
+        self._cut.look(work.microbatch.inputs)  # not for the first time within a compiled function
         if not self._cut.compile:
             output, *backward = self._vjp(work, boundary, cotangents, weights)
             return output, Graph(*backward)
@@ -207,14 +206,23 @@ class Segment:
     def _vjp(
         self, work: Work, boundary: Boundary, cotangents: Boundary, weights: list[mx.array]
     ) -> tuple[Boundary, Boundary, list[mx.array]]:
-        inputs = len(boundary)
+        look = self._cut.look(work.microbatch.inputs)
+        inward = look.differentiable(self.sites.start) if boundary else []
+        outward = [True] if self.sites.stop == self._cut.num_sites else look.differentiable(self.sites.stop)
+        inputs = [array for array, has_gradient in zip(boundary, inward, strict=True) if has_gradient]
 
         def function(*primals: mx.array) -> Boundary:
-            with replaced(self._slots, primals[inputs:]):
-                return self.forward(work, list(primals[:inputs]))
+            mine = iter(primals)
+            given = [next(mine) if has_gradient else a for a, has_gradient in zip(boundary, inward, strict=True)]
+            with replaced(self._slots, list(mine)):
+                made = self.forward(work, given)
+            # What has no gradient is no output that MLX wants a cotangent for.
+            return [a if has_gradient else mx.stop_gradient(a) for a, has_gradient in zip(made, outward, strict=True)]
 
-        output, grads = mx.vjp(function, [*boundary, *weights], cotangents)
-        return output, grads[:inputs], grads[inputs:]
+        if not inputs and not weights:
+            return function(), [], []
+        output, grads = mx.vjp(function, [*inputs, *weights], cotangents)
+        return output, grads[: len(inputs)], grads[len(inputs) :]
 
     def _compiled_for(self, shape: tuple[int, ...]) -> Callable[..., Any]:
         """One compiled function for each shape, the oldest dropped: MLX itself would keep one for each shape for ever.
@@ -324,22 +332,25 @@ class Stage:
         return len(self._kept)
 
     def specs_in(self, work: Work) -> Specs:
-        """What this stage receives going forward, and sends going backward."""
-        return self._cut.boundary(self.layers.start, work.microbatch.inputs)
+        """What this stage receives going forward."""
+        return self._cut.look(work.microbatch.inputs).crossing(self.sites.start)
 
     def specs_out(self, work: Work) -> Specs:
-        """What this stage sends going forward, and receives going backward."""
-        return self._cut.boundary(self.layers.stop, work.microbatch.inputs)
+        """What this stage sends going forward."""
+        return self._cut.look(work.microbatch.inputs).crossing(self.sites.stop)
+
+    def specs_back(self, work: Work) -> Specs:
+        """What this stage receives going backward."""
+        return self._cut.look(work.microbatch.inputs).returning(self.sites.stop)
 
     def forward(self, work: Work, boundary: Boundary, cotangents: Boundary, keep: bool = True) -> Boundary:
         """Build the forward of one microbatch, and with it the backward where nothing is recomputed.
 
         Args:
             work: The microbatch.
-            boundary: What the stage before sent, `[microbatch_size, seq, hidden]` in the model's dtype; empty on the
-                first stage.
-            cotangents: Gradients of the loss by this stage's outputs; their data may come later. Empty on the last
-                stage, and where nothing is to be differentiated.
+            boundary: What the stage before sent, as `specs_in` says; empty on the first stage.
+            cotangents: Gradients of the loss by those of this stage's outputs that have one, as `specs_back` says;
+                their data may come later. Empty on the last stage, and where nothing is to be differentiated.
             keep: False for evaluation: no residuals.
 
         Returns:

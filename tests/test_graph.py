@@ -8,6 +8,7 @@ from tiny import is_lazy, leaves, llama, put_lora_on, tiny
 from pptrain.graph import Parts, examine
 from pptrain.microbatch import Microbatch, cross_entropy
 from pptrain.model import ArraySpec
+from pptrain.sizes import specs_back, specs_into
 from pptrain.stage import Cut, Segment, Work
 
 pytestmark = pytest.mark.usefixtures("exact_memory")
@@ -22,8 +23,7 @@ def cut_of(model):
 
 
 def ends(cut, sites):
-    into = cut.boundary(sites.start - 1, TOKENS[:, :-1]) if sites.start else ()
-    return into, LOSS if sites.stop == cut.num_sites else cut.boundary(sites.stop - 1, TOKENS[:, :-1])
+    return specs_into(cut, sites.start, TOKENS), specs_back(cut, sites.stop, TOKENS)
 
 
 def parts_of(model, sites):

@@ -1,23 +1,19 @@
-import os
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from tiny import Layer, Tiny, leaves, llama, put_lora_on, same_bits, tiny
+from tiny import Layer, leaves, llama, put_lora_on, same_bits, tiny
 
 from pptrain.errors import ModelError
 from pptrain.model import (
     ArraySpec,
-    boundaries,
     find_layers,
     find_slots,
     has_dropout,
     intercepted,
-    reachable,
     replaced,
-    trace,
     trainable_names,
+    units_of,
     unmatched_keys,
 )
 
@@ -115,107 +111,25 @@ def test_interceptions_nest():
     assert type(model.layers[0]) is Layer
 
 
-def test_a_layer_whose_hidden_state_is_a_keyword_is_intercepted_too():
-    class ByKeyword(Tiny):
-        def __call__(self, tokens):
-            hidden = self.embed(tokens)
-            for layer in self.layers:
-                hidden = layer(hidden=hidden)
-            return self.head(hidden)
+def test_calls_within_an_intercepted_call_are_its_own():
+    model, seen = tiny(1), []
 
-    model = ByKeyword(2)
-    assert trace(model, TOKENS).boundaries == (((ArraySpec((2, 5, 8), mx.float32),)),) * 2
-    with intercepted(model.layers, lambda layer, call, hidden: hidden * 0):
-        assert not model(TOKENS).any()
+    def around(number, call, /, *args):
+        seen.append(number)
+        return call(*args)
+
+    with intercepted([model.layers[0].linear, model.layers[0]], around):
+        model(TOKENS)
+    assert seen == [1]
 
 
-def test_a_trace_shows_what_enters_each_layer_and_who_reads_what():
-    model = tiny(2, dtype=mx.bfloat16)
-    found = trace(model, TOKENS)
-    assert found.boundaries == ((ArraySpec((2, 5, 8), mx.bfloat16),),) * 2
-    assert found.uses == (
-        {"embed.weight"},
-        {"layers.0.linear.weight", "layers.0.linear.bias"},
-        {"layers.1.linear.weight", "layers.1.linear.bias", "norm.weight", "head.weight"},
-    )
-
-
-def test_a_tied_embedding_is_read_first_and_last():
-    uses = trace(llama(3, tie_word_embeddings=True), TOKENS).uses
-    assert ["model.embed_tokens.weight" in names for names in uses] == [True, False, False, True]
-
-
-def test_a_layer_that_is_the_same_object_twice_is_refused():
+def test_what_is_intercepted_is_the_layers_or_else_their_parts():
     model = tiny(2)
-    model.layers[1] = model.layers[0]
-    with pytest.raises(ModelError, match=r"layer 1 came where layer 0 was expected"):
-        trace(model, TOKENS)
-
-
-class Backwards(Tiny):
-    def __call__(self, tokens):
-        hidden = self.embed(tokens)
-        for layer in reversed(self.layers):
-            hidden = layer(hidden)
-        return self.head(hidden)
-
-
-class Twice(Tiny):
-    def __call__(self, tokens):
-        hidden = self.embed(tokens)
-        for layer in [*self.layers, *self.layers]:
-            hidden = layer(hidden)
-        return self.head(hidden)
-
-
-class Skips(Tiny):
-    def __call__(self, tokens):
-        return self.head(self.layers[0](self.embed(tokens)))
-
-
-class TakesAPair(Layer):
-    def __call__(self, pair):
-        return (super().__call__(pair[0]), None)
-
-
-@pytest.mark.parametrize("kind", [Backwards, Twice, Skips])
-def test_layers_that_are_not_called_once_each_in_order_are_refused(kind):
-    with pytest.raises(ModelError, match=r"cannot be cut: layer \d came where layer \d was expected"):
-        trace(kind(2), TOKENS)
-
-
-def test_layers_that_hand_on_more_than_one_array_are_refused():
-    class Paired(Tiny):
-        def __call__(self, tokens):
-            pair = (self.embed(tokens), None)
-            for layer in self.layers:
-                pair = layer(pair)
-            return self.head(pair[0])
-
-    model = Paired(2)
-    model.layers = [TakesAPair(8), TakesAPair(8)]
-    with pytest.raises(ModelError, match=r"layer 0 .* with tuple as its hidden state.*mlx_lm\.lora"):
-        trace(model, TOKENS)
-
-
-def test_boundaries_follow_the_shape_of_the_tokens():
-    assert boundaries(tiny(2), mx.zeros((3, 9), mx.int32)) == ((ArraySpec((3, 9, 8), mx.float32),),) * 2
-
-
-def test_a_trace_reads_no_weight(tmp_path):
-    path = str(tmp_path / "weights.safetensors")
-    model = tiny(2)
-    model.save_weights(path)
-    model.load_weights(path)
-    os.truncate(path, 100)  # whoever reads a weight from here on fails
-    assert len(trace(model, TOKENS).uses) == 3
-    with pytest.raises(RuntimeError):
-        mx.eval(model.parameters())
-
-
-def test_reachable_names_the_leaves_that_an_array_is_computed_from():
-    a, b, c = mx.array([1.0]), mx.array([2.0]), mx.array([3.0])
-    assert reachable(a * c + 1, {"x.a": a, "x.b": b, "x.c": c}) == {"x.a", "x.c"}
+    model.layers.append(model.layers[0])
+    whole, parts = units_of(model)
+    assert [(unit.layer, unit.module) for unit in whole] == [(0, model.layers[0]), (1, model.layers[1])]
+    assert {type(unit.module).__name__ for unit in parts} == {"Layer", "Linear", "Dropout"}
+    assert not any(unit.is_whole for unit in parts)
 
 
 def test_keys_that_match_no_module_of_any_layer_are_found():

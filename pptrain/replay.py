@@ -1,0 +1,127 @@
+"""A part of the model's forward, run by the model itself: the sites of a segment for real, all others as recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from pptrain.errors import ModelError
+from pptrain.model import Boundary
+from pptrain.structure import Outcome, arrays_in, containers_in, effects, snapshot
+from pptrain.trace import Call, Given, Made, Trace, handle, overwritten
+
+
+class Reached(Exception):
+    """Ends a forward early: all that crosses the cut behind the segment is known."""
+
+
+class Replay:
+    """Stands in for every layer's call during one forward of one segment."""
+
+    seed_of: Callable[[int], int]
+    """The random state in which a layer is called."""
+
+    def __init__(self, trace: Trace, sites: range, boundary: Boundary) -> None:
+        self._trace, self._sites = trace, sites
+        entering = trace.crossing(sites.start) if sites.start else []
+        self._known = dict(zip(entering, boundary, strict=True))
+        ends = sites.stop > trace.num_positions
+        self._wanted = [] if ends else trace.crossing(sites.stop)
+        self._next = 0
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """What is to be intercepted."""
+        return [unit.module for unit in self._trace.units]
+
+    def outputs(self) -> Boundary:
+        """What crosses the cut behind the segment, after the forward has reached it."""
+        return [self._known[value] for value in self._wanted]
+
+    def around(self, number: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for a call: run it, or replay what came of it."""
+        recorded = self._recorded(number)
+        leaves, containers = arrays_in((args, kwargs)), containers_in((args, kwargs))
+        self._meet(recorded, leaves)
+        site = recorded.position + 1
+        if site >= self._sites.stop and all(value in self._known for value in self._wanted):
+            raise Reached
+        if site not in self._sites:
+            return self._played(recorded, leaves).put(containers)
+        if self._trace.units[number].is_whole:
+            mx.random.seed(self.seed_of(recorded.layer))
+        before = snapshot(containers)
+        result = call(*args, **kwargs)
+        self._keep(recorded, Outcome(result, effects(containers, before)))
+        return result
+
+    def _recorded(self, number: int) -> Call:
+        calls, place = self._trace.calls, self._next
+        self._next += 1
+        if place >= len(calls) or calls[place].layer != self._trace.units[number].layer:
+            raise ModelError(
+                f"[model] layer {self._trace.units[number].layer} was called out of turn (call {place}): this forward "
+                "goes another way than one with other tokens of the same shape. Expected a forward that depends on the "
+                "tokens' shape only. Train this model on one device with mlx_lm.lora."
+            )
+        return calls[place]
+
+    def _meet(self, recorded: Call, leaves: Sequence[mx.array]) -> None:
+        """Values that were made outside of layers and are seen here first: taken from here, or put here."""
+        if len(leaves) != len(recorded.given):
+            raise ModelError(_other_form(recorded, len(leaves), len(recorded.given)))
+        for leaf, value in zip(leaves, recorded.given, strict=True):
+            if value not in recorded.introduced:
+                continue
+            if value in self._known:
+                self._known[value] = overwritten(leaf, self._known[value])
+            elif self._trace.values[value].site in self._sites:
+                self._known[value] = handle(leaf)
+
+    def _keep(self, recorded: Call, outcome: Outcome) -> None:
+        """Own handles of what a call made: some models change the array in place afterwards."""
+        places = _leaves_of(recorded.outcome)
+        arrays = outcome.arrays
+        if len(arrays) != len(places):
+            raise ModelError(_other_form(recorded, len(arrays), len(places)))
+        for array, place in zip(arrays, places, strict=True):
+            if isinstance(place, Made) and place.value not in self._known:
+                self._known[place.value] = handle(array)
+
+    def _played(self, recorded: Call, leaves: Sequence[mx.array]) -> Outcome:
+        """What came of a call when it was recorded, with the arrays of this forward."""
+
+        def array(place: Made | Given) -> mx.array:
+            if isinstance(place, Given):
+                return leaves[place.place]
+            if place.value in self._known:
+                return handle(self._known[place.value])
+            spec = self._trace.values[place.value].spec
+            return mx.zeros(spec.shape, spec.dtype)  # never evaluated
+
+        return recorded.outcome.rebuilt(array, kind=_PLACE)
+
+
+_PLACE: Any = (Made, Given)
+
+
+def _leaves_of(recorded: Outcome) -> list[Made | Given]:
+    found = list[Made | Given]()
+
+    def note(place: Made | Given) -> Made | Given:
+        found.append(place)
+        return place
+
+    recorded.rebuilt(note, kind=_PLACE)
+    return found
+
+
+def _other_form(recorded: Call, found: int, expected: int) -> str:
+    return (
+        f"[model] layer {recorded.layer} has {found} arrays where {expected} were expected: this forward goes another "
+        "way than one with other tokens of the same shape. Expected a forward that depends on the tokens' shape only. "
+        "Train this model on one device with mlx_lm.lora."
+    )

@@ -1,0 +1,199 @@
+"""Models whose layers hand on more than one hidden state, and models that cannot be cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from tiny import Layer, Tiny
+
+
+def built(kind: type[Tiny], num_layers: int = 4, *, seed: int = 0, **options: Any) -> Tiny:
+    mx.random.seed(seed)
+    model = kind(num_layers, **options)
+    mx.eval(model.parameters())
+    return model
+
+
+# -- models that can be cut --------------------------------------------------------------------------------------------
+
+
+class TwoStreamLayer(nn.Module):
+    def __init__(self, wide: int, narrow: int):
+        super().__init__()
+        self.down, self.up = nn.Linear(wide, narrow), nn.Linear(narrow, wide)
+
+    def __call__(self, wide: mx.array, narrow: mx.array) -> dict[str, mx.array]:
+        return {"wide": wide + mx.sin(self.up(narrow)), "narrow": narrow + mx.sin(self.down(wide))}
+
+
+class TwoStreams(Tiny):
+    """Two parallel streams of different widths, handed on in a dict."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.narrow = nn.Embedding(23, 4)
+        self.layers = [TwoStreamLayer(8, 4) for _ in range(num_layers)]
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        streams = {"wide": self.embed(tokens), "narrow": self.narrow(tokens)}
+        for layer in self.layers:
+            streams = layer(**streams)
+        return self.head(self.norm(streams["wide"]))
+
+
+class ReaderLayer(Layer):
+    def __call__(self, hidden: mx.array, earlier: mx.array | None) -> mx.array:
+        return super().__call__(hidden if earlier is None else hidden + mx.tanh(earlier))
+
+
+class ReadsTwoBefore(Tiny):
+    """A layer reads the output of the layer two before it."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers = [ReaderLayer(8) for _ in range(num_layers)]
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        made = [self.embed(tokens)]
+        for i, layer in enumerate(self.layers):
+            made.append(layer(made[-1], made[i - 1] if i >= 2 else None))
+        return self.head(self.norm(made[-1]))
+
+
+class SharedBlock(Tiny):
+    """A block outside of the layers is used after every third."""
+
+    def __init__(self, num_layers: int = 7, **options: Any):
+        super().__init__(num_layers, **options)
+        self.shared = Layer(8)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = self.embed(tokens)
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden)
+            if i % 3 == 0:
+                hidden = self.shared(hidden)
+        return self.head(self.norm(hidden))
+
+
+class StateLayer(Layer):
+    """Takes and returns a tuple: a hidden state, positions, a number, None; fills a dict that it is given."""
+
+    def __call__(self, state: tuple[Any, ...], store: dict[str, mx.array], skip: mx.array) -> tuple[Any, ...]:
+        hidden, chosen, count, _ = state
+        store.setdefault("first", mx.tanh(hidden))
+        hidden = super().__call__(hidden) + store["first"] * skip
+        return hidden, mx.argmax(hidden, axis=-1) + chosen, count + 1, None
+
+
+class Everything(Tiny):
+    """A float, an integer, a number and None are handed on; the first layer's value and the embedding go to all."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers = [StateLayer(8) for _ in range(num_layers)]
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        skip, store = self.embed(tokens), dict[str, mx.array]()
+        state = (skip, mx.zeros(tokens.shape, mx.uint32), 0, None)
+        for layer in self.layers:
+            state = layer(state, store, skip)
+        hidden, chosen, count, _ = state
+        return self.head(self.norm(hidden)) + (chosen[..., None] % 2) / count
+
+
+class Looped(Tiny):
+    """The stack is run twice, with a norm after each time."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = self.embed(tokens)
+        for _ in range(2):
+            for layer in self.layers:
+                hidden = layer(hidden)
+            hidden = self.norm(hidden)
+        return self.head(hidden)
+
+
+class Backwards(Tiny):
+    """The layers are called in descending order."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = self.embed(tokens)
+        for layer in reversed(self.layers):
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+class ByParts(Tiny):
+    """The model calls what is in a layer, and never the layer."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer.dropout(mx.sin(layer.linear(hidden)))
+        return self.head(self.norm(hidden))
+
+
+# -- models that cannot ------------------------------------------------------------------------------------------------
+
+
+class CountingLayer(Layer):
+    def __init__(self, hidden: int):
+        super().__init__(hidden)
+        self.num_calls = 0
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        self.num_calls += 1
+        return super().__call__(hidden) * (1 + 0.1 * self.num_calls)
+
+
+class Counting(Tiny):
+    """A layer keeps Python state between calls."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers[1] = CountingLayer(8)
+
+
+class BorrowingLayer(Layer):
+    def __init__(self, hidden: int, other: Layer):
+        super().__init__(hidden)
+        object.__setattr__(self, "borrow", lambda: other.linear.weight)
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        return super().__call__(hidden) + mx.cos(hidden @ self.borrow())
+
+
+class Borrowing(Tiny):
+    """A layer reads another layer's weights."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers[2] = BorrowingLayer(8, self.layers[0])
+
+
+class OverwritingLayer(Layer):
+    def __call__(self, hidden: mx.array) -> mx.array:
+        made = super().__call__(hidden)
+        hidden[..., 0] = 0
+        return made
+
+
+class Overwriting(Tiny):
+    """A layer changes its input in place, and the model goes on with it."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers[1] = OverwritingLayer(8)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = 0.5 * hidden + layer(hidden)
+        return self.head(self.norm(hidden))
+
+
+CUTTABLE = [TwoStreams, ReadsTwoBefore, SharedBlock, Everything, Looped, Backwards, ByParts]
+WRONG = [Counting, Borrowing, Overwriting]

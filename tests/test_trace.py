@@ -1,0 +1,184 @@
+import itertools
+import os
+
+import mlx.core as mx
+import odd_models
+import pytest
+from odd_models import built
+from tiny import Tiny, batch, leaves, llama, same_bits, tiny
+
+from pptrain import Pipeline, reference
+from pptrain.errors import ModelError
+from pptrain.model import ArraySpec
+from pptrain.trace import count_layers, sources, trace
+
+TOKENS = mx.zeros((2, 5), mx.int32)
+HIDDEN = ArraySpec((2, 5, 8), mx.float32)
+
+
+def test_a_trace_shows_what_enters_each_layer_and_who_reads_what():
+    found = trace(tiny(2, dtype=mx.bfloat16), TOKENS)
+    assert found.boundaries == ((ArraySpec((2, 5, 8), mx.bfloat16),),) * 2
+    assert found.uses == (
+        {"embed.weight"},
+        {"layers.0.linear.weight", "layers.0.linear.bias"},
+        {"layers.1.linear.weight", "layers.1.linear.bias", "norm.weight", "head.weight"},
+    )
+
+
+def test_a_layer_whose_hidden_state_is_a_keyword_is_traced_too():
+    class ByKeyword(Tiny):
+        def __call__(self, tokens):
+            hidden = self.embed(tokens)
+            for layer in self.layers:
+                hidden = layer(hidden=hidden)
+            return self.head(hidden)
+
+    assert trace(ByKeyword(2), TOKENS).boundaries == ((HIDDEN,),) * 2
+
+
+def test_a_tied_embedding_is_read_first_and_last():
+    uses = trace(llama(3, tie_word_embeddings=True), TOKENS).uses
+    assert ["model.embed_tokens.weight" in names for names in uses] == [True, False, False, True]
+
+
+def test_masks_are_made_from_the_tokens_again_and_do_not_cross():
+    assert [len(specs) for specs in trace(llama(3), TOKENS).boundaries] == [1, 1, 1]
+
+
+def test_what_a_later_layer_reads_crosses_every_cut_in_between():
+    found = trace(built(odd_models.ReadsTwoBefore), TOKENS)
+    assert [len(specs) for specs in found.boundaries] == [1, 1, 2, 2]
+
+
+def test_values_of_every_kind_cross_and_floating_ones_have_a_gradient():
+    model = built(odd_models.Everything, 3)
+    found = trace(model, TOKENS)
+    gradients = found.with_gradient(leaves(model.trainable_parameters()))
+    crossing = [[(found.values[v].spec.dtype, v in gradients) for v in found.crossing(site)] for site in (2, 3)]
+    # The newest first: what the dict was given by the first layer, the integers, the hidden state, the embedding.
+    assert sorted(map(str, crossing[0])) == sorted(map(str, crossing[1]))
+    assert sorted(str(dtype) for dtype, _ in crossing[0]) == sorted(map(str, [mx.float32] * 3 + [mx.uint32]))
+    assert all(has_gradient == (dtype == mx.float32) for dtype, has_gradient in crossing[0])
+
+
+def test_values_that_depend_on_nothing_that_trains_have_no_gradient():
+    model = built(odd_models.TwoStreams)
+    found = trace(model, TOKENS)
+    assert len(found.with_gradient(["head.weight"])) == 0
+    assert len(found.with_gradient(["layers.3.down.weight"])) == 1
+
+
+def test_a_stack_that_is_run_twice_has_twice_the_layers_to_cut():
+    model = built(odd_models.Looped, 3)
+    assert count_layers(model) == trace(model, TOKENS).num_positions == 6
+    assert count_layers(tiny(3)) == 3
+    assert count_layers(built(odd_models.ByParts, 3)) == 3
+
+
+def test_the_same_layer_twice_is_two_layers_to_cut():
+    model = tiny(2)
+    model.layers[1] = model.layers[0]
+    assert [call.layer for call in trace(model, TOKENS).calls] == [0, 0]
+
+
+def test_boundaries_follow_the_shape_of_the_tokens():
+    assert trace(tiny(2), mx.zeros((3, 9), mx.int32)).boundaries == ((ArraySpec((3, 9, 8), mx.float32),),) * 2
+
+
+def test_a_trace_reads_no_weight(tmp_path):
+    path = str(tmp_path / "weights.safetensors")
+    model = tiny(2)
+    model.save_weights(path)
+    model.load_weights(path)
+    os.truncate(path, 100)  # whoever reads a weight from here on fails
+    assert len(trace(model, TOKENS).uses) == 3
+    with pytest.raises(RuntimeError):
+        mx.eval(model.parameters())
+
+
+def test_sources_are_the_leaves_that_an_array_is_computed_from_in_the_order_of_the_graph():
+    a, b, c = mx.array([1.0]), mx.array([2.0]), mx.array([3.0])
+    assert sources(c * a + 1, {"x.a": a, "x.b": b, "x.c": c}) == (False, ["x.c", "x.a"])
+
+
+def test_an_array_that_is_a_leaf_by_another_handle_is_told():
+    a = mx.zeros((2,)) + 1
+    assert sources(a.astype(a.dtype), {"a": a}) == (True, ["a"])
+    assert sources(mx.array([1.0]), {"a": a}) == (False, [])
+
+
+# -- cut ---------------------------------------------------------------------------------------------------------------
+
+
+def cuts(num_layers, num_stages):
+    for ends in itertools.combinations(range(1, num_layers), num_stages - 1):
+        yield [b - a for a, b in itertools.pairwise([0, *ends, num_layers])]
+
+
+def differing(model, result, one):
+    ours, theirs = leaves(result.grads), leaves(one.grads)
+    assert list(ours) == list(theirs)
+    return {name for name in theirs if not same_bits(ours[name], theirs[name])}
+
+
+SHARED = {"SharedBlock": ("shared.",), "Looped": ("layers.", "norm.")}
+"""Parameters that two stages may share: their sums are in another order."""
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("kind", odd_models.CUTTABLE, ids=lambda kind: kind.__name__)
+def test_every_cut_of_every_boundary_gives_the_gradients_of_one_device(kind, schedule):
+    model = built(kind)
+    one = reference.value_and_grad(model, *batch(5), 3)
+    total = count_layers(model)
+    for layers in [*cuts(total, 2), *cuts(total, 3)]:
+        recompute = "layer" if len(layers) == 3 else "none"
+        pipeline = Pipeline(model, len(layers), layers=layers, schedule=schedule, recompute=recompute)
+        result = pipeline.value_and_grad(*batch(5), 3)
+        assert same_bits(result.loss, one.loss)
+        others = {name for name in differing(model, result, one) if not name.startswith(SHARED.get(kind.__name__, ()))}
+        assert others == set(), (kind.__name__, layers)
+
+
+@pytest.mark.parametrize("kind", odd_models.CUTTABLE, ids=lambda kind: kind.__name__)
+def test_a_parameter_that_stages_share_is_within_its_bound(kind):
+    model = built(kind)
+    one = reference.value_and_grad(model, *batch(5), 3)
+    result = Pipeline(model, 3).value_and_grad(*batch(5), 3)
+    for name in differing(model, result, one):
+        mine, its = leaves(result.grads)[name], leaves(one.grads)[name]
+        assert mx.abs(mine - its).max().item() <= 1e-6 * mx.abs(its).max().item() * 3, name
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (odd_models.Counting, r"layer 1 \(CountingLayer\) changes its own `num_calls` at every call"),
+        (odd_models.Borrowing, r"layer 2 reads layers\.0\.linear\.weight, which is layer 0's, in another stage"),
+        (odd_models.Overwriting, r"layer 1 changes its input in place"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_layers_that_a_cut_would_break_are_refused(kind, message):
+    with pytest.raises(ModelError, match=message):
+        Pipeline(built(kind), 2).value_and_grad(*batch(4), 2)
+
+
+def test_a_layer_may_read_another_layers_weights_within_a_stage():
+    model = built(odd_models.Borrowing)
+    one = reference.value_and_grad(model, *batch(4), 2)
+    result = Pipeline(model, layers=(3, 1)).value_and_grad(*batch(4), 2)
+    assert differing(model, result, one) == set()
+
+
+def test_a_model_that_calls_none_of_its_layers_is_refused():
+    class Idle(Tiny):
+        def __call__(self, tokens):
+            return self.head(self.embed(tokens))
+
+    with pytest.raises(ModelError, match="none of its layers is called"):
+        trace(Idle(2), TOKENS)
