@@ -1,11 +1,11 @@
 """Pipeline-parallel training of language models on MLX, bit-equal to one device.
 
 A module knows only what is to its left, and the data go the same way. The order of the modules: errors, model,
-structure, trace, replay, partition, microbatch, stage, graph, sizes, schedule, simulate, interleaved, zero_bubble,
-v_shape, registry, auto, plan, advice, program, notation, deadlock, verify, promela, lowered, executor, profile,
-optimizer, durable, checkpoint, reference, pipeline, checks, config, agreement, data, recipe, progress, stream, outline,
-machine, train, report, timeline, svg, perfetto, show, store, saving, resume, stopping, job, demo, demo_run, launch,
-doctor, plan_run, cli.
+structure, lazy, values, trace, replay, partition, microbatch, stage, graph, sizes, schedule, simulate, interleaved,
+zero_bubble, v_shape, registry, auto, plan, advice, program, notation, deadlock, verify, promela, lowered, executor,
+profile, optimizer, durable, checkpoint, reference, pipeline, checks, config, agreement, data, recipe, progress, stream,
+outline, machine, train, report, timeline, svg, perfetto, show, store, saving, resume, stopping, job, demo, demo_run,
+launch, doctor, plan_run, shrink, target, validate, verdicts, validate_run, cli.
 """
 
 from pptrain import reference

@@ -26,6 +26,7 @@ _USAGE = """usage: pptrain train [options]     fine-tune a model that is cut int
                                    exit code of the rank that failed first
        pptrain doctor [options]    what this machine is; under a launcher, whether its links can be relied on
        pptrain plan [options]      how to cut a model over given machines, which schedule fits, and what to run
+       pptrain validate TARGET...  can this architecture be cut? Every cut of a tiny model against one device
        pptrain --version"""
 
 
@@ -79,6 +80,10 @@ def _dispatch(argv: Sequence[str]) -> int:
             return doctor.run(options)
         case ["plan", *options]:
             return _plan(options)
+        case ["validate", *options]:
+            from pptrain import validate_run
+
+            return validate_run.run(options)
         case ["--help" | "-h", *_]:
             print(_USAGE)
             return 0

@@ -153,7 +153,10 @@ class Pipeline:
             BatchError: If the batch cannot be cut so, or is fully masked.
             TransportError: What went wrong on the wire.
         """
-        microbatches = cut(batch, lengths, num_microbatches)
+        return self.of_microbatches(cut(batch, lengths, num_microbatches), step=step)
+
+    def of_microbatches(self, microbatches: Sequence[Microbatch], *, step: int = 0) -> Result:
+        """`value_and_grad` of microbatches that are cut already, of any widths."""
         done = self._differentiate(microbatches, step)
         losses = tuple(mx.array(loss) for loss in done.losses)
         return Result(mx.array(add_up(done.losses)), count_tokens(microbatches), to_tree(done.grads), losses)
@@ -200,6 +203,11 @@ class Pipeline:
     def slots(self) -> dict[str, Slot]:
         """Where the whole model's parameters live."""
         return self._known.slots
+
+    @property
+    def shared_names(self) -> frozenset[str]:
+        """Trained parameters that more than one rank reads: their gradients are added in another order."""
+        return frozenset(name for name, ranks in self._holders.items() if len(ranks) > 1)
 
     def stage(self, stage: int) -> Stage:
         """A local stage, after the first call that ran it."""

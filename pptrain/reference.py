@@ -141,6 +141,11 @@ def loss_sum(model: nn.Module, microbatches: Sequence[Microbatch], loss: TokenLo
     return total
 
 
+def evaluate(*trees: Any) -> None:
+    """Evaluate arrays in trees."""
+    mx.eval(*trees)
+
+
 def number(scalar: mx.array) -> float:
     """The value of a real scalar."""
     value: Any = scalar.item()

@@ -9,9 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from pptrain.errors import ModelError
+from pptrain.lazy import handle, overwritten
 from pptrain.model import Boundary
 from pptrain.structure import Outcome, arrays_in, containers_in, effects, snapshot
-from pptrain.trace import Call, Given, Made, Trace, handle, overwritten
+from pptrain.values import Call, Given, Made, Trace
 
 
 class Reached(Exception):

@@ -24,7 +24,8 @@ from pptrain.errors import ModelError, ScheduleError
 from pptrain.microbatch import Microbatch, TokenLoss, loss_share, mask_seed
 from pptrain.model import Boundary, Slot, Specs, find_slots, has_dropout, intercepted, replaced, trainable_names
 from pptrain.replay import Reached, Replay
-from pptrain.trace import Trace, trace
+from pptrain.trace import trace
+from pptrain.values import Trace
 
 Recompute = Literal["none", "layer", "stage"]
 

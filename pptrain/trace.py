@@ -9,11 +9,7 @@ parameter (masks, positions) are no values: whoever needs them computes them fro
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -21,129 +17,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from pptrain.errors import ModelError
-from pptrain.model import ArraySpec, Specs, Unit, find_layers, intercepted, units_of
+from pptrain.lazy import handle, overwritten, picture_of, sources
+from pptrain.model import ArraySpec, Unit, find_layers, find_slots, intercepted, replaced, units_of
 from pptrain.structure import Outcome, arrays_in, containers_in, effects, snapshot
+from pptrain.values import Call, Given, Made, Trace, Value
 
 SAMPLE = (1, 8)
 """Shape of the tokens with which a model is looked at: any will do to see who reads which parameter."""
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """An array that one part of the forward makes and another may use."""
-
-    spec: ArraySpec
-    site: int
-    """Where it is made: see `Trace`."""
-    needs: tuple[int, ...]
-    """Values that it is computed from, in the order in which MLX comes upon them."""
-    reads: frozenset[str]
-    """Names of the parameters that it is computed from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """Stands in a recorded outcome for a value."""
-
-    value: int
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """Stands in a recorded outcome for an array that the call was given, by its place among these."""
-
-    place: int
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a layer (or of a part of one, where the model calls the parts itself)."""
-
-    layer: int
-    position: int
-    """Its layer's place in the forward, which is the layer's number where each is called once, in order."""
-    given: tuple[int | None, ...]
-    """The value that each array among the arguments is; None for one that depends on the tokens alone."""
-    introduced: frozenset[int]
-    """Values that were made outside of layers and are seen here first."""
-    outcome: Outcome
-    """What came of it: `Made` and `Given` instead of arrays."""
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What one lazy forward shows about a model, without reading a weight.
-
-    A *site* is a part of the forward: site 0 is everything before the first layer (the embedding), site i + 1 is the
-    layer at position i with whatever follows it until the next layer's input; the last site ends at the logits.
-    """
-
-    units: tuple[Unit, ...]
-    calls: tuple[Call, ...]
-    values: tuple[Value, ...]
-    tail: Value
-    """The logits."""
-    strangers: tuple[tuple[int, int, str], ...] = ()
-    """(site, layer, parameter of that layer) where a layer reads what belongs to another."""
-
-    @property
-    def num_positions(self) -> int:
-        """Layers, counted as often as the forward passes through them."""
-        return max((call.position for call in self.calls), default=-1) + 1
-
-    @cached_property
-    def uses(self) -> tuple[frozenset[str], ...]:
-        """Names of the parameters that each site reads."""
-        made = [self.tail, *(self.values[v] for v in self._live)]
-        sites = range(self.num_positions + 1)
-        return tuple(frozenset[str]().union(*(v.reads for v in made if v.site == site)) for site in sites)
-
-    @cached_property
-    def _live(self) -> list[int]:
-        """Values that the logits depend on."""
-        live = set(self.tail.needs)
-        for v in reversed(range(len(self.values))):
-            if v in live:
-                live |= set(self.values[v].needs)
-        return sorted(live)
-
-    def crossing(self, site: int) -> list[int]:
-        """The values that cross the cut before a site: made before it and used from it on.
-
-        They stand in the order in which MLX comes upon them on its way down from the loss. A stage whose outputs stand
-        in this order adds gradients in the order of one device: what a value receives from its users in later stages
-        first, then those of its own stage.
-        """
-        found, seen, waiting = list[int](), set[int](), [*reversed(self.tail.needs)]
-        while waiting:
-            number = waiting.pop()
-            if number in seen:
-                continue
-            seen.add(number)
-            if self.values[number].site < site:
-                found.append(number)
-            else:
-                waiting += reversed(self.values[number].needs)
-        return found
-
-    def specs(self, site: int) -> Specs:
-        """Shapes and dtypes of what crosses the cut before a site."""
-        return tuple(self.values[v].spec for v in self.crossing(site))
-
-    @cached_property
-    def boundaries(self) -> tuple[Specs, ...]:
-        """What enters each layer."""
-        return tuple(self.specs(position + 1) for position in range(self.num_positions))
-
-    def with_gradient(self, trainable: Iterable[str]) -> frozenset[int]:
-        """The values that have a gradient: floating ones that depend on a parameter that trains."""
-        trained, found = set(trainable), set[int]()
-        for number, value in enumerate(self.values):
-            if mx.issubdtype(value.spec.dtype, mx.floating) and (
-                value.reads & trained or found.intersection(value.needs)
-            ):
-                found.add(number)
-        return frozenset(found)
 
 
 def trace(model: nn.Module, tokens: mx.array) -> Trace:
@@ -156,12 +36,22 @@ def trace(model: nn.Module, tokens: mx.array) -> Trace:
     Raises:
         ModelError: If the model cannot be cut: no layer is called, or one changes what it must not.
     """
+    slots = list(find_slots(model).values())
+    with replaced(slots, [slot.array for slot in slots]):  # a forward may put another array in a parameter's place
+        return _trace_twice(model, tokens)
+
+
+def _trace_twice(model: nn.Module, tokens: mx.array) -> Trace:
+    """Trace, and again where a layer has changed what it holds: what one call makes, none after it may read."""
     layers = find_layers(model)
     before = _attributes(layers)
     found = _trace(model, tokens)
-    if _changed(before, after := _attributes(layers)):
-        found = _trace(model, tokens)  # Something made at the first call may be kept; it must not change again.
-        _refuse_state(model, layers, after, _attributes(layers))
+    if changed := _changed(before, after := _attributes(layers)):
+        # What is made at the first call may be kept, and what each call makes anew.
+        kept = {key: after[key] for key in changed if _is_array(after[key])}
+        found = _trace(model, tokens, kept)
+        again = [key for key in _changed(after, _attributes(layers)) if key not in kept]
+        _refuse_state(model, layers, again)
     return found
 
 
@@ -197,9 +87,9 @@ class _Counter:
         return call(*args, **kwargs)
 
 
-def _trace(model: nn.Module, tokens: mx.array) -> Trace:
+def _trace(model: nn.Module, tokens: mx.array, kept: Attributes | None = None) -> Trace:
     for units in units_of(model):
-        recorder = _Recorder(model, units)
+        recorder = _Recorder(model, units, kept or {})
         with intercepted([unit.module for unit in units], recorder.around):
             logits = model(tokens)
         if recorder.calls:
@@ -210,21 +100,28 @@ def _trace(model: nn.Module, tokens: mx.array) -> Trace:
     )
 
 
+_VALUE, _KEPT = "value:", "kept:"
+"""Start the names of values, and of what a call before has left behind; no parameter's name has a colon."""
+
+
 class _Recorder:
     """Stands in for every layer's call, and writes down what it was given and what came of it."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], kept: Attributes) -> None:
         self.calls, self.values = list[Call](), list[Value]()
         self._model, self._units, self._counter = model, units, _Counter(units)
         parameters = dict(tree_flatten(model.parameters()))
         self._names = {id(array): name for name, array in parameters.items()}
         # One array may have several names; like `nn.Module.update`, the last one counts.
         self._leaves = {name: parameters[name] for name in self._names.values()}
+        self._kept = {f"{_KEPT}{number}": key for number, key in enumerate(kept)}
+        self._leaves |= {name: kept[key] for name, key in self._kept.items()}
         self._owners = _owners(find_layers(model))
         self._held = {id(a) for m in model.modules() for a in [*m.values(), *vars(m).values()] if _is_array(a)}
         self._number = dict[int, int]()
         self._from_tokens = set[int]()
         self._alive = list[mx.array]()  # so that no id comes twice
+        self._changed = dict[int, int]()  # by value, the layer that changed it in place
         self.strangers = list[tuple[int, int, str]]()
 
     def around(self, number: int, call: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -237,8 +134,7 @@ class _Recorder:
         containers = containers_in((args, kwargs))
         before, pictures = snapshot(containers), self._pictures(leaves, given)
         result = call(*args, **kwargs)
-        if pictures != self._pictures(leaves, given):
-            raise ModelError(_changes_input(self._model, layer))
+        self._note_changed(leaves, given, pictures, position, layer)
         outcome = Outcome(result, effects(containers, before))
         recorded, handed_on = self._handed_on(outcome, position, layer, {id(a): i for i, a in enumerate(leaves)})
         self.calls.append(Call(layer, position, given, introduced, recorded))
@@ -250,10 +146,14 @@ class _Recorder:
                 f"[model] {type(self._model).__module__} cannot be cut: its forward returns {type(logits).__name__}. "
                 "Expected one array of logits. Wrap the model in one that returns its logits."
             )
-        found = self._sources(logits)
-        needs, reads = ((found,), frozenset[str]()) if isinstance(found, int) else found
+        source = self._sources(logits)
+        needs, reads = ((source,), frozenset[str]()) if isinstance(source, int) else source
         tail = Value(ArraySpec.of(logits), self._counter.num_positions, needs, reads)
-        return Trace(tuple(self._units), tuple(self.calls), tuple(self.values), tail, tuple(self.strangers))
+        found = Trace(tuple(self._units), tuple(self.calls), tuple(self.values), tail, tuple(self.strangers))
+        for value in found.live:
+            if value in self._changed:
+                raise ModelError(_changes_input(self._model, self._changed[value]))
+        return found
 
     def _given(self, leaf: mx.array, is_first: bool) -> int | None:
         if id(leaf) in self._number:
@@ -297,7 +197,7 @@ class _Recorder:
         """A new value; returns the fresh array that takes the place of the one that was made."""
         fresh = mx.zeros(leaf.shape, leaf.dtype)
         self._number[id(leaf)] = self._number[id(fresh)] = len(self.values)
-        self._leaves[f"{_VALUE}{len(self.values)}"] = fresh
+        self._leaves[f"{_VALUE}{len(self.values)}"] = handle(fresh)
         self._alive += [leaf, fresh]
         self.values.append(value)
         return fresh
@@ -305,6 +205,7 @@ class _Recorder:
     def _sources(self, array: mx.array) -> int | tuple[tuple[int, ...], frozenset[str]]:
         """The values and parameters that an array is computed from; or the value that it is, by another handle."""
         is_leaf, names = sources(array, self._leaves)
+        _refuse_state(self._model, find_layers(self._model), [self._kept[name] for name in names if name in self._kept])
         if is_leaf and names[-1].startswith(_VALUE):
             return int(names[-1].removeprefix(_VALUE))
         values = tuple(int(name.removeprefix(_VALUE)) for name in names if name.startswith(_VALUE))
@@ -318,49 +219,25 @@ class _Recorder:
 
     def _pictures(self, leaves: Sequence[mx.array], given: Sequence[int | None]) -> list[str]:
         """The values among the arguments as graphs: different after a call that changed one in place."""
-        return [_picture(leaf) for leaf, value in zip(leaves, given, strict=True) if value is not None]
+        return ["" if value is None else picture_of(leaf) for leaf, value in zip(leaves, given, strict=True)]
 
-
-def handle(array: mx.array) -> mx.array:
-    """Another handle of the same array: what a model does to its own in place is not seen through this one."""
-    return array.astype(array.dtype)
-
-
-def overwritten(array: mx.array, by: mx.array) -> mx.array:
-    """Put an array in the place of another: every variable of the model that holds it sees the new one.
-
-    Returns:
-        What it is now: not the same node of the graph as `by` where the first dimension is 1.
-    """
-    array[...] = by
-    return handle(array)
-
-
-_VALUE = "value:"
-"""Starts the names of values, and no parameter's."""
-
-_END = "end:"
-
-
-def sources(end: mx.array, leaves: Mapping[str, mx.array]) -> tuple[bool, list[str]]:
-    """Which of the leaves an unevaluated array is computed from, in the order in which MLX comes upon them.
-
-    Returns:
-        Whether the array is itself the one leaf that is named; and their names.
-    """
-    # Each array is a line `{ "name"; }`, with its rank if it is an end; an array comes after what it is computed from,
-    # and all leaves that the end does not need come after it.
-    picture = _picture(end, **{_END: end, **leaves})
-    nodes = re.findall(r'^\{ (?:rank=\w+; )?"(.+)"; \}$', picture, re.MULTILINE)
-    if _END not in nodes:  # a leaf's name has taken its place
-        return True, [next(name for name in nodes if name in leaves)]
-    return False, [name for name in nodes[: nodes.index(_END)] if name in leaves]
-
-
-def _picture(end: mx.array, **leaves: mx.array) -> str:
-    picture = io.StringIO()
-    mx.export_to_dot(picture, end, **leaves)
-    return picture.getvalue()
+    def _note_changed(
+        self,
+        leaves: Sequence[mx.array],
+        given: Sequence[int | None],
+        before: Sequence[str],
+        position: int,
+        layer: int,
+    ) -> None:
+        """An argument that a call changed in place: a value of its own, which must not be used any more."""
+        after = self._pictures(leaves, given)
+        for leaf, old, new in zip(leaves, before, after, strict=True):
+            if old != new and "rectangle" not in new:  # computed by now: there is no graph left to look at
+                raise ModelError(_evaluates(self._model, layer))
+            if old != new:
+                self._changed[len(self.values)] = layer
+                fresh = self._add(leaf, Value(ArraySpec.of(leaf), position + 1, (), frozenset()))
+                self._leaves[f"{_VALUE}{len(self.values) - 1}"] = overwritten(leaf, fresh)
 
 
 def _is_array(value: Any) -> bool:
@@ -390,26 +267,38 @@ def _attributes(layers: Sequence[nn.Module]) -> Attributes:
 
 
 def _changed(before: Attributes, after: Attributes) -> list[tuple[int, str, str]]:
+    """What is another now; parameters aside, which are put in place before each forward."""
+
     def same(key: tuple[int, str, str], value: Any) -> bool:
         old = before.get(key)
-        return old is value or (isinstance(value, int | float | str) and old == value)
+        is_parameter = _is_array(old) and _is_array(value) and not key[2].startswith("_")
+        return old is value or is_parameter or (isinstance(value, int | float | str) and old == value)
 
     return [key for key, value in after.items() if not same(key, value)]
 
 
-def _refuse_state(model: nn.Module, layers: Sequence[nn.Module], before: Attributes, after: Attributes) -> None:
-    if changed := _changed(before, after):
+def _refuse_state(model: nn.Module, layers: Sequence[nn.Module], changed: Sequence[tuple[int, str, str]]) -> None:
+    if changed:
         number, name, key = changed[0]
         path = f"{name}.{key}" if name else key
         raise ModelError(
             f"[model] {type(model).__module__} cannot be cut: layer {number} ({type(layers[number]).__name__}) changes "
-            f"its own `{path}` at every call. Expected layers that keep nothing between calls. Let it return what it "
-            "keeps."
+            f"its own `{path}` at every call and may read it at the next. Expected layers that keep nothing between "
+            "calls. Let it return what it keeps."
         )
 
 
 def _changes_input(model: nn.Module, layer: int) -> str:
     return (
-        f"[model] {type(model).__module__} cannot be cut: layer {layer} changes its input in place, which a stage that "
-        "does not run it would not see. Expected layers that return what they make. Let it work on a copy."
+        f"[model] {type(model).__module__} cannot be cut: layer {layer} changes its input in place, which is used "
+        "afterwards: a stage that does not run the layer would not see it. Expected layers that return what they make. "
+        "Let it work on a copy."
+    )
+
+
+def _evaluates(model: nn.Module, layer: int) -> str:
+    return (
+        f"[model] {type(model).__module__} cannot be cut: layer {layer} evaluates arrays in its forward, so that what "
+        "it reads and hands on depends on the data. Expected a forward that only builds a graph. Train this model on "
+        "one device with mlx_lm.lora."
     )

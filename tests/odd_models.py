@@ -191,9 +191,63 @@ class Overwriting(Tiny):
     def __call__(self, tokens: mx.array) -> mx.array:
         hidden = self.embed(tokens)
         for layer in self.layers:
-            hidden = 0.5 * hidden + layer(hidden)
+            hidden = layer(hidden) + 0.5 * hidden
         return self.head(self.norm(hidden))
 
 
-CUTTABLE = [TwoStreams, ReadsTwoBefore, SharedBlock, Everything, Looped, Backwards, ByParts]
-WRONG = [Counting, Borrowing, Overwriting]
+class ScratchLayer(Layer):
+    def __init__(self, hidden: int):
+        super().__init__(hidden)
+        self._doubled = None
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        self._doubled = 2 * self.linear.bias
+        made = super().__call__(hidden) + self._doubled
+        hidden[..., 0] = 0
+        return made
+
+
+class Scratch(Tiny):
+    """Layers keep what they make anew at each call, and change their input, which nobody uses any more."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers = [ScratchLayer(8) for _ in range(num_layers)]
+
+
+class RememberingLayer(Layer):
+    def __init__(self, hidden: int):
+        super().__init__(hidden)
+        self._before = mx.zeros((hidden,))
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        made = super().__call__(hidden) + self._before
+        self._before = mx.stop_gradient(made.mean(axis=(0, 1)))
+        return made
+
+
+class Remembering(Tiny):
+    """A layer adds what it made at the call before."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers[1] = RememberingLayer(8)
+
+
+CUTTABLE = [TwoStreams, ReadsTwoBefore, SharedBlock, Everything, Looped, Backwards, ByParts, Scratch]
+
+
+class ChoosingLayer(Layer):
+    def __call__(self, hidden: mx.array) -> mx.array:
+        return super().__call__(hidden) if hidden.sum().item() > 0 else hidden
+
+
+class Choosing(Tiny):
+    """A layer looks at its data to see what to do."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers[1] = ChoosingLayer(8)
+
+
+WRONG = [Choosing, Counting, Remembering, Borrowing, Overwriting]

@@ -9,8 +9,9 @@ from tiny import Tiny, batch, leaves, llama, same_bits, tiny
 
 from pptrain import Pipeline, reference
 from pptrain.errors import ModelError
+from pptrain.lazy import sources
 from pptrain.model import ArraySpec
-from pptrain.trace import count_layers, sources, trace
+from pptrain.trace import count_layers, trace
 
 TOKENS = mx.zeros((2, 5), mx.int32)
 HIDDEN = ArraySpec((2, 5, 8), mx.float32)
@@ -158,7 +159,9 @@ def test_a_parameter_that_stages_share_is_within_its_bound(kind):
     ("kind", "message"),
     [
         (odd_models.Counting, r"layer 1 \(CountingLayer\) changes its own `num_calls` at every call"),
+        (odd_models.Remembering, r"layer 1 \(RememberingLayer\) changes its own `_before` at every call"),
         (odd_models.Borrowing, r"layer 2 reads layers\.0\.linear\.weight, which is layer 0's, in another stage"),
+        (odd_models.Choosing, r"layer 1 evaluates arrays in its forward"),
         (odd_models.Overwriting, r"layer 1 changes its input in place"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

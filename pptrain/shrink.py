@@ -1,0 +1,240 @@
+"""A tiny model of an architecture: made from its argument class alone, or from a real config whose structure it keeps.
+
+Sizes are recognised by the names that configs give them; what is no size (scalings, switches, patterns) stays as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+Config = dict[str, Any]
+
+_SIZES: tuple[tuple[str, Any], ...] = (
+    # The first pattern that matches the whole name of a field decides. Widths are multiples of 32, for quantization.
+    (r"(quantization|quantization_config|vision_config|rope_scaling|.*_token_ids?)", None),
+    (r"num_kv_reuse_layers|num_kv_shared_layers|num_dense_layers|first_k_dense_replace", 1),
+    (r"num_nextn_predict_layers|(add_)?mtp.*", 0),
+    (r"(num_hidden|num|num_transformer)_layers|n_layers?", "layers"),
+    (r".*(intermediate_size|ffn_hidden_size|ff_dim|expert_dim|n_inner)(_mlp)?", 96),
+    (r"hidden_size_per_layer_input|hidden_size_per_head", 16),
+    (
+        r"hidden_size|hidden_dim|n_embd|n_embed|d_model|model_dim|dim|block_dim|mamba_d_ssm|lru_width|out_hidden_size",
+        64,
+    ),
+    (r"dim_model_base|dense_attention_every_n_layers", 2),
+    (r".*_layer_period|sliding_window_pattern|full_attention_interval|global_attn_every_n_layers|layer_group_size", 2),
+    (r"no_rope_layer_interval|attn_res_block_size|mamba_step|cla_share_factor|num_loops|loop_num", 2),
+    (r".*_layer_offset", 1),
+    (r"conv_window", 2),
+    (r"num_(global_|swa_)?key_value_heads|swa_num_key_value_heads|(n|num)_kv_heads|linear_num_key_heads", 2),
+    (r"num_attention_groups|n_shared_head|n_groups|mamba_n_groups|o_groups|group_norm_size", 2),
+    (r"num_query_groups|.*(num|n)_(swa_)?(attention_|value_)?heads?|(n|num)_heads?|(mamba|index)_n(um)?_heads", 4),
+    (r"qk_head_dim", 32),
+    (r"rotary_dim", 8),
+    (r".*head_dim|mamba_d_head|kv_channels|linear_attn_head_dim", 16),
+    (r".*lora_rank|.*low_rank_dim|moe_latent_size", 32),
+    (r"mamba_dt_rank|time_step_rank", 8),
+    (r".*(state_size|d_state)", 16),
+    (r"mamba_expand|mamba_d_expand|expand", 2),
+    (r".*(num|n_routed|num_local|moe_num)_experts", 4),
+    (r".*zero_expert_num|emb_neighbor_num|emb_split_num|hc_mult", 2),
+    (r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts", 2),
+    (r".*(num|n)_shared_experts?", 1),
+    (r"n_group|num_expert_group", 2),
+    (r"topk_group", 1),
+    (r".*vocab.*_ratio", 3),
+    (r".*vocab.*|image_feature_size", 96),
+    (r".*(conv_kernel.*|d_conv|conv_L_cache|conv1d_width|conv_window|conv_kernel_size|conv_kernel_dim)", 4),
+    (r".*window(_size)?", 4),
+    (r"index_topk|.*topk_blocks|candidate_block_size|index_block_size|block_multiple_of", 4),
+    (r".*chunk_size|block_size", 8),
+    (r"original_max_position_embeddings|max_position_embeddings|n_positions|n_ctx|model_max_length", 128),
+)
+
+_DEFAULTS: tuple[tuple[str, Any], ...] = (
+    # What a field gets that has no default and is no size.
+    (r"rope_theta|rotary_emb_base|.*_base", 10000.0),
+    (r".*eps(ilon)?", 1e-5),
+    (r"partial_rotary_factor|rotary_pct", 0.5),
+    (r"time_step_limit", (0.001, 100.0)),
+    (r"rope_parameters", {"rope_theta": 10000.0, "type": "default", "rope_type": "default", "factor": 1.0}),
+    (r"hidden_act|hidden_activation|mlp_hidden_act|activation", "silu"),
+    (r"scoring_func|score_func.*", "sigmoid"),
+    (r"topk_method", "noaux_tc"),
+    (r"zero_expert_type", "identity"),
+    (r"attention_method", "MLA"),
+    (r"sliding_window_pattern", "LG"),
+    (r"attn_config", {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}),
+    (r"ffn_config", {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2}),
+    (r"query_pre_attn_scalar", 16.0),
+    (r".*_idx", 0),
+    (r"activation_sparsity_pattern", 0.5),
+    (r"moe_layer_freq|decoder_sparse_step|.*interval|.*_step", 1),
+)
+
+_LAYER_WORDS = ("sliding_attention", "full_attention", "linear_attention", "conv", "mamba", "attention", "recurrent")
+"""How configs name the kinds of layers; those that a module's source mentions take turns."""
+
+_LAYERS = re.compile(dict((value, pattern) for pattern, value in _SIZES)["layers"])
+
+
+_ROPE: Config = {
+    "rope_theta": 10000.0,
+    "type": "default",
+    "rope_type": "default",
+    "factor": 1.0,
+    "alpha": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0,
+    "original_max_position_embeddings": 128,
+    "llama_4_scaling_beta": 0.1,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0] * 8,
+}
+_NUMBERS: Config = {"routed_scaling_factor": 1.0, "norm_topk_prob": True}
+_ROPES = {**_ROPE, "full_attention": _ROPE, "sliding_attention": _ROPE}
+
+
+def completions(module: ModuleType, num_layers: int) -> list[Config]:
+    """What argument classes may need beyond what their types say; each is tried together with those before it."""
+    numbers = range(num_layers)
+    words = layer_words(module)
+    kinds = [words[i % len(words)] for i in numbers] if words else None
+    block = {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.5}}
+    lists: Config = {
+        "layer_types": kinds,
+        "block_types": kinds and list(reversed(kinds)),
+        "layers_block_type": (["mamba", "attention", "moe", "mlp"] * num_layers)[:num_layers],
+        "block_configs": [block] * num_layers,
+        "layer_rope_theta": [10000.0 * (i % 2) for i in numbers],
+        "mlp_layer_types": ["sparse"] * num_layers,
+        "num_query_heads": [4] * num_layers,
+        "num_kv_heads": [2] * num_layers,
+        "ffn_multipliers": [1.5] * num_layers,
+        "linear_attn_config": {
+            "kda_layers": [i + 1 for i in numbers if i % 2 == 0],
+            "full_attn_layers": [i + 1 for i in numbers if i % 2],
+            "num_heads": 4,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+    }
+    return [
+        {},
+        lists,
+        {"rope_theta": 10000.0, "rope_parameters": _ROPES, "rope_scaling": _ROPE},
+        {"num_shared_experts": 0},
+        {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "num_experts_per_tok": 1, **_NUMBERS},
+    ]
+
+
+def layer_words(module: ModuleType) -> list[str]:
+    """The kinds of layers that a module's source mentions."""
+    source = inspect.getsource(module)
+    words = [word for word in _LAYER_WORDS if f'"{word}"' in source]
+    return [*words, "conv"] if len(words) == 1 else words  # compared with one: anything else is the other kind
+
+
+def tiny_config(module: ModuleType, arguments: type, num_layers: int, completion: Mapping[str, Any]) -> Config:
+    """Tiny values for an argument class; a completion takes the place of what would be invented or None."""
+    config: Config = {}
+    for field in dataclasses.fields(arguments):
+        default = _default(field)
+        if field.name in completion and completion[field.name] is not None:
+            config[field.name] = completion[field.name]
+            continue
+        is_text = default is dataclasses.MISSING and ("str" in str(field.type) or "List" in str(field.type))
+        value = default if is_text else _tiny(field.name, default, num_layers)
+        config[field.name] = _invented(field, module, num_layers) if value is dataclasses.MISSING else value
+    config["model_type"] = module.__name__.rsplit(".", 1)[-1]
+    return {key: value for key, value in config.items() if value is not dataclasses.MISSING}
+
+
+def shrunk(config: Mapping[str, Any], num_layers: int) -> Config:
+    """A real config with small sizes: patterns, ratios of heads, switches and scalings stay.
+
+    Lists with one entry for each layer are cut to as many as there are now; so are lists of layer numbers.
+    """
+    real = next((value for key, value in config.items() if _LAYERS.fullmatch(key) and isinstance(value, int)), None)
+    small = min(num_layers, real or num_layers)
+    return {key: _shrunk(key, value, config, real, small) for key, value in config.items()}
+
+
+def _shrunk(key: str, value: Any, config: Mapping[str, Any], real: int | None, small: int) -> Any:
+    if isinstance(value, Mapping):
+        return shrunk(value, small) if key != "rope_scaling" else value
+    if isinstance(value, list | str) and real and len(value) == real:
+        return value[:small]
+    if isinstance(value, list) and real and key.endswith(("layers", "idx", "idxs", "ids")):
+        return [entry for entry in value if not isinstance(entry, int) or entry < small]
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    tiny = _tiny(key, value, small)
+    heads = config.get("num_attention_heads")
+    if key == "num_key_value_heads" and isinstance(heads, int):
+        return {heads: 4, 1: 1}.get(value, 2)
+    return value if not isinstance(tiny, int) else min(tiny, value)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else dataclasses.MISSING
+
+
+def _tiny(name: str, default: Any, num_layers: int) -> Any:
+    """The tiny value of a size; of anything else its default."""
+    for pattern, size in _SIZES:
+        if re.fullmatch(pattern, name):
+            if size is None or isinstance(default, list | dict | str | bool | tuple):
+                return default if default is not dataclasses.MISSING else size
+            return num_layers if size == "layers" else size
+    return default
+
+
+def _invented(field: dataclasses.Field[Any], module: ModuleType, num_layers: int) -> Any:
+    """A value for a field that has no default, by its name and type."""
+    kind = str(field.type)
+    for pattern, value in _DEFAULTS:
+        if re.fullmatch(pattern, field.name):
+            return [value] * num_layers if "List" in kind else value
+    return _by_type(field.name, kind, module, num_layers)
+
+
+def _by_type(name: str, kind: str, module: ModuleType, num_layers: int) -> Any:
+    if "Dict" in kind:
+        return None
+    if "List" in kind or "list" in kind:
+        return _list(name, kind, module, num_layers)
+    for word, value in (("bool", False), ("float", 1.0), ("int", 2), ("str", "")):
+        if word in kind:
+            return value
+    return dataclasses.MISSING
+
+
+def _list(name: str, kind: str, module: ModuleType, num_layers: int) -> list[Any]:
+    if "str" in kind:
+        words = layer_words(module)
+        return [words[i % len(words)] for i in range(num_layers)] if words else []
+    if "bool" in kind:
+        return [i % 2 == 1 for i in range(num_layers)]
+    if name == "mlp_only_layers":
+        return []
+    return [i % 2 for i in range(num_layers)]
+
+
+def argument_classes(module: ModuleType) -> list[type]:
+    """Argument classes of language models that a module defines, or that it can reach in others."""
+    homes = dict.fromkeys([module.__name__, *(base.__module__ for base in module.Model.__mro__)])
+    homes |= dict.fromkeys(inner.__name__ for _, inner in inspect.getmembers(module, inspect.ismodule))
+    found = dict[type, None]()
+    for home in (sys.modules[name] for name in homes if name.startswith("mlx_lm.models.") or name == module.__name__):
+        classes = [c for _, c in inspect.getmembers(home, inspect.isclass) if dataclasses.is_dataclass(c)]
+        found |= dict.fromkeys(sorted(classes, key=lambda c: c.__module__ != home.__name__))
+    return [c for c in found if {"vocab_size", "hidden_size"} <= {field.name for field in dataclasses.fields(c)}]

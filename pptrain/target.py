@@ -1,0 +1,172 @@
+"""What `pptrain validate` is asked about: a name, a file or a class, made into a tiny model with random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.models
+from mlx.utils import tree_flatten
+from mlx_lm.utils import MODEL_REMAPPING
+
+from pptrain.errors import ConfigError
+from pptrain.shrink import Config, argument_classes, completions, shrunk, tiny_config
+
+_TINY = 5_000_000
+"""Parameters; a model with more is not what shrinking is to give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model by name, and how to make it; made twice from one seed it is the same."""
+
+    name: str
+    make: Callable[[], nn.Module]
+
+    def build(self, seed: int = 0) -> nn.Module:
+        """A fresh model with random weights."""
+        mx.random.seed(seed)
+        return self.make()
+
+
+def every_name() -> list[str]:
+    """The name of every model module of the installed mlx-lm, in alphabetical order."""
+    names = sorted(module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__))
+    return [name for name in names if _has_model(name)]
+
+
+def find_target(text: str, num_layers: int, full_size: bool = False) -> Target:
+    """What a user named: a directory, a `config.json`, `module:Class`, a model type, or a name on the hub.
+
+    Raises:
+        ConfigError: If there is no such thing.
+    """
+    path = Path(text)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json":
+        return _of_config(text, _read(path), num_layers, full_size)
+    if ":" in text:
+        return _of_class(text)
+    if importlib.util.find_spec(f"mlx_lm.models.{_module_name(text)}") is not None:
+        return of_type(text, num_layers)
+    if "/" in text:
+        return _of_config(text, _read(_downloaded(text)), num_layers, full_size)
+    raise ConfigError(
+        f"[target] {text!r} is no model directory, no config.json, no model type of mlx-lm, and no name on the hub. "
+        "Expected for example `qwen3_moe`, `mlx-community/Qwen3-4B-4bit`, `path/config.json` or `my.module:Model`. "
+        "Use --all for every model that mlx-lm has."
+    )
+
+
+def of_type(name: str, num_layers: int) -> Target:
+    """A model module of mlx-lm by its model type, with tiny values for its arguments."""
+    return Target(name, lambda: _invented_model(_module(name), num_layers))
+
+
+def _of_config(name: str, config: Config, num_layers: int, full_size: bool) -> Target:
+    if "model_type" not in config:
+        raise ConfigError(f"[target] The config of {name} has no model_type. Expected one. Add it.")
+    small = config if full_size else shrunk(config, num_layers)
+    module = _module(str(config["model_type"]))
+    return Target(name, lambda: module.Model(module.ModelArgs.from_dict(dict(small))))
+
+
+def _of_class(text: str) -> Target:
+    """A class that makes a model without arguments, or a function that returns one."""
+    module, _, name = text.partition(":")
+    try:
+        made: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"[target] {text}: {error}. Expected `module:Class`, importable from here, that takes no arguments and "
+            "makes a model. Check the path."
+        ) from error
+    return Target(text, made)
+
+
+def _module_name(model_type: str) -> str:
+    names: Mapping[str, str] = MODEL_REMAPPING
+    return names.get(model_type, model_type)
+
+
+def _module(model_type: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"mlx_lm.models.{_module_name(model_type)}")
+    except SystemExit as error:
+        raise ImportError(f"mlx_lm.models.{model_type} needs a package that is not installed here") from error
+    except ImportError as error:
+        raise ConfigError(f"[target] The installed mlx-lm has no model type {model_type!r}: {error}.") from error
+
+
+def _has_model(name: str) -> bool:
+    spec = importlib.util.find_spec(f"mlx_lm.models.{name}")
+    source = Path(spec.origin).read_text() if spec and spec.origin else ""
+    return "\nclass Model(" in source
+
+
+def _read(path: Path) -> Config:
+    try:
+        config: Config = json.loads(path.read_text())
+        return config
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"[target] Cannot read {path}: {error}. Expected a model's config.json.") from error
+
+
+def _downloaded(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"[target] No config.json of {name} on the hub: {error}. Check the name.") from error
+
+
+def _invented_model(module: ModuleType, num_layers: int) -> nn.Module:
+    """The first tiny model that can be made and run.
+
+    Raises:
+        Exception: Whatever the model raises, if none can: the first error of one that could be made.
+    """
+    errors = list[tuple[bool, Exception]]()
+    for config in _invented_configs(module, num_layers):
+        is_made = False
+        try:
+            model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+            _refuse_large(model)
+            is_made = True
+            model(mx.zeros((1, 8), mx.int32))
+            return model
+        except Exception as error:
+            # A model's own code may raise anything here, and the next config may do.
+            errors.append((is_made, error))
+    raise next((error for is_made, error in errors if is_made), errors[-1][1])
+
+
+def _invented_configs(module: ModuleType, num_layers: int) -> Iterator[Config]:
+    fields = {field.name for field in dataclasses.fields(module.ModelArgs)}
+    inner_classes = argument_classes(module) if "text_config" in fields else [module.ModelArgs]
+    for count in range(1, len(completions(module, num_layers)) + 1):
+        for inner in inner_classes:
+            home = importlib.import_module(inner.__module__)
+            completed = {key: value for more in completions(home, num_layers)[:count] for key, value in more.items()}
+            text = tiny_config(home, inner, num_layers, completed)
+            outer = tiny_config(module, module.ModelArgs, num_layers, completed)
+            yield {**outer, "text_config": text} if "text_config" in fields else text
+
+
+def _refuse_large(model: nn.Module) -> None:
+    leaves: Any = tree_flatten(model.parameters())
+    size = sum(array.size for _, array in leaves)
+    if size > _TINY:
+        raise ValueError(f"shrunk to {size} parameters, which is not tiny")

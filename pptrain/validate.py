@@ -1,0 +1,275 @@
+"""Can a model be cut and trained? Every cut of a tiny one is compared with one device, bit by bit.
+
+A verdict is `ok` (bit-equal; a parameter that stages share to its stated bound), `close` (how far off, and where),
+`fails on one device` (mlx-lm itself cannot train it here) or `cannot be cut here` (which cuts, and why).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from pptrain import reference
+from pptrain.errors import ModelError, PptrainError
+from pptrain.microbatch import Microbatch, count_tokens, cut, kept_random_state
+from pptrain.model import find_slots
+from pptrain.pipeline import Pipeline
+from pptrain.reference import Result, number
+from pptrain.stage import Recompute
+from pptrain.target import Target
+from pptrain.trace import count_layers
+from transports.buffers import bytes_of
+
+Word = Literal["ok", "close", "fails on one device", "cannot be cut here"]
+Variant = Literal["full", "lora", "qlora"]
+
+_BOUND = 1e-6
+"""Of a parameter that stages share, relative to the sum over microbatches of its largest gradient; float32."""
+
+_SCHEDULES = ("1f1b", "zb-h1")
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "layer")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to train a cut model."""
+
+    layers: tuple[int, ...]
+    variant: Variant
+    schedule: str
+    recompute: Recompute
+
+    def __str__(self) -> str:
+        cut = "+".join(map(str, self.layers))
+        return f"{self.variant}, layers {cut}, {self.schedule}, recompute {self.recompute}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is tried."""
+
+    stages: tuple[int, ...] = (2, 3)
+    layers: tuple[int, ...] | None = None
+    """One cut, instead of all."""
+    variants: tuple[Variant, ...] = get_args(Variant)
+    max_cuts: int = 28
+    """Cuts of one number of stages; more are drawn at random."""
+    max_whole: int = 6
+    """With more cuts than this, each is tried in one way of every variant, the ways taking turns."""
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was found about one model."""
+
+    name: str
+    word: Word = "ok"
+    reason: str = ""
+    num_cuts: int = 0
+    num_runs: int = 0
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list[str])
+    """Each way that was not equal, and what of the plan could not be tried."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is wrong with cutting it."""
+        return self.word in ("ok", "fails on one device")
+
+    def __str__(self) -> str:
+        what = f"{self.num_cuts} cuts, {self.num_runs} runs, {self.seconds:.1f} s"
+        return f"{self.name:24} {self.word:20} {what}{'  ' + self.reason if self.reason else ''}"
+
+
+def validate(target: Target, plan: Plan) -> Verdict:
+    """Compare every cut of a model with one device."""
+    start, verdict = time.monotonic(), Verdict(target.name)
+    with kept_random_state():
+        try:
+            _judge(target, plan, verdict)
+        finally:
+            verdict.seconds = time.monotonic() - start
+    return verdict
+
+
+def _judge(target: Target, plan: Plan, verdict: Verdict) -> None:
+    for variant in plan.variants:
+        try:
+            model = _prepared(target, variant)
+            microbatches = _batch(model)
+            one = _one_device(model, microbatches)
+        except Exception as error:
+            # A model's own code may raise anything.
+            if variant == "full":
+                verdict.word, verdict.reason = "fails on one device", _short(error)
+                return
+            verdict.notes.append(f"{variant} was not tried: {_short(error)}")
+            continue
+        _compare_all(model, variant, microbatches, one, plan, verdict)
+        if verdict.word == "cannot be cut here":
+            return
+
+
+def _compare_all(
+    model: nn.Module, variant: Variant, microbatches: Sequence[Microbatch], one: Result, plan: Plan, verdict: Verdict
+) -> None:
+    try:
+        cuts = list(_cuts(count_layers(model), plan))
+    except ModelError as error:
+        verdict.word, verdict.reason = "cannot be cut here", _short(error)
+        return
+    verdict.num_cuts = len(cuts)
+    largest = _largest(model, microbatches)
+    for way in _ways(cuts, variant, plan):
+        verdict.num_runs += 1
+        try:
+            found = _found(model, way, microbatches)
+        except PptrainError as error:
+            _note(verdict, "cannot be cut here", f"{way}: {_short(error)}")
+            continue
+        if difference := _difference(*found, one, largest):
+            _note(verdict, "close", f"{way}: {difference}")
+
+
+def _note(verdict: Verdict, word: Word, what: str) -> None:
+    """The worst word counts, with the first reason for it."""
+    verdict.notes.append(what)
+    if verdict.word == "ok" or (verdict.word == "close" and word == "cannot be cut here"):
+        verdict.word, verdict.reason = word, what
+
+
+def _found(model: nn.Module, way: Way, microbatches: Sequence[Microbatch]) -> tuple[Result, frozenset[str]]:
+    """A pipeline's result, and which parameters its stages share."""
+    pipeline = Pipeline(model, layers=way.layers, schedule=way.schedule, recompute=way.recompute)
+    result = pipeline.of_microbatches(microbatches)
+    return result, pipeline.shared_names
+
+
+def _difference(result: Result, shared: Iterable[str], one: Result, largest: Mapping[str, float]) -> str:
+    """The first thing that differs, and by how much; empty if nothing does."""
+    if not _same(result.loss, one.loss):
+        return f"loss {result.loss.item()} instead of {one.loss.item()}"
+    ours, theirs = _leaves(result.grads), _leaves(one.grads)
+    if ours.keys() != theirs.keys():
+        return f"gradients of other parameters: {sorted(ours.keys() ^ theirs.keys())[:3]}"
+    wrong = [name for name in theirs if not _same(ours[name], theirs[name])]
+    off = {name: number(mx.abs(ours[name] - theirs[name]).max()) for name in wrong}
+    bounds = {name: _BOUND * largest[name] for name in shared}
+    wrong = [name for name in wrong if not off[name] <= bounds.get(name, -1.0)]
+    if not wrong:
+        return ""
+    worst = max(off[name] / max(number(mx.abs(theirs[name]).max()), 1e-30) for name in wrong)
+    return (
+        f"{len(wrong)} of {len(theirs)} gradients differ, by up to {worst:.1e} of the largest; the first is {wrong[0]}"
+    )
+
+
+def _leaves(tree: Any) -> dict[str, mx.array]:
+    leaves: Any = tree_flatten(tree)
+    return dict(leaves)
+
+
+def _same(a: mx.array, b: mx.array) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and np.array_equal(bytes_of(a), bytes_of(b))
+
+
+def _cuts(num_layers: int, plan: Plan) -> Iterator[tuple[int, ...]]:
+    """Layers of each stage, for every legal cut, or for some drawn at random where there are too many."""
+    if plan.layers:
+        yield plan.layers
+        return
+    for num_stages in plan.stages:
+        every = list(itertools.combinations(range(1, num_layers), num_stages - 1))
+        some = every if len(every) <= plan.max_cuts else sorted(random.Random(0).sample(every, plan.max_cuts))
+        for ends in some:
+            yield tuple(b - a for a, b in itertools.pairwise([0, *ends, num_layers]))
+
+
+def _ways(cuts: Sequence[tuple[int, ...]], variant: Variant, plan: Plan) -> Iterator[Way]:
+    pairs = list(itertools.product(_SCHEDULES, _RECOMPUTE))
+    for turn, layers in enumerate(cuts):
+        turns = pairs if len(cuts) <= plan.max_whole else [pairs[turn % len(pairs)]]
+        for schedule, recompute in turns:
+            yield Way(layers, variant, schedule, recompute)
+
+
+def _prepared(target: Target, variant: Variant) -> nn.Module:
+    model = target.build()
+    _fill_zeros(model)
+    if variant == "qlora":
+        nn.quantize(model, group_size=32, bits=4, class_predicate=_can_be_quantized)
+    if variant != "full":
+        model.freeze()
+        linear_to_lora_layers(model, len(getattr(model, "layers", [])), {"rank": 4, "scale": 2.0, "dropout": 0.0})
+        _fill_zeros(model)
+    reference.evaluate(model.parameters())
+    return model
+
+
+def _fill_zeros(model: nn.Module) -> None:
+    """Random values for parameters that start at zero (`lora_b`, gates): at zero many gradients would be zero."""
+    for slot in find_slots(model).values():
+        array = slot.array
+        if mx.issubdtype(array.dtype, mx.floating) and not mx.any(array).item():
+            slot.put((0.1 * mx.random.normal(array.shape)).astype(array.dtype))
+
+
+def _can_be_quantized(_: str, module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return hasattr(module, "to_quantized") and isinstance(weight, mx.array) and weight.shape[-1] % 32 == 0
+
+
+def _batch(model: nn.Module) -> list[Microbatch]:
+    """Three ragged microbatches: of 2, 2 and 1 rows, with masks of different lengths; longer than a tiny window."""
+    vocabulary = min(_vocabulary(model), 90)
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(1, vocabulary, (5, 11), dtype=np.int32)
+    lengths = [[1 + row % 2, 10 - row] for row in range(5)]
+    return cut(mx.array(tokens), mx.array(lengths, dtype=mx.int32), 3)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    logits: Any = model(mx.zeros((1, 4), mx.int32))
+    if not isinstance(logits, mx.array):
+        raise TypeError(f"a forward returns {type(logits).__name__}, not logits")
+    return logits.shape[-1]
+
+
+def _one_device(model: nn.Module, microbatches: Sequence[Microbatch]) -> Result:
+    result = reference.of_microbatches(model, microbatches)
+    for name, array in {"loss": result.loss, **_leaves(result.grads)}.items():
+        if not mx.isfinite(array).all().item():
+            raise ArithmeticError(f"{name} is not finite")
+    return result
+
+
+def _largest(model: nn.Module, microbatches: Sequence[Microbatch]) -> dict[str, float]:
+    """The sum over microbatches of each parameter's largest gradient."""
+    total, sums = count_tokens(microbatches), dict[str, float]()
+    for microbatch in microbatches:
+        share = microbatch.num_tokens / total
+        for name, grad in _leaves(reference.of_microbatches(model, [microbatch]).grads).items():
+            sums[name] = sums.get(name, 0.0) + share * number(mx.abs(grad).max())
+    return sums
+
+
+def _short(error: BaseException) -> str:
+    """An error in one line, with the line of a model's code that raised it."""
+    text = " ".join(str(error).split())[:300] or type(error).__name__
+    if isinstance(error, PptrainError):
+        return text
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    where = f" ({last.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{last.tb_lineno})" if last else ""
+    return f"{type(error).__name__}: {text}{where}"

@@ -1,0 +1,118 @@
+"""`pptrain validate`: its options, its processes and what it prints.
+
+With several targets each has a process of its own: a model's native code may end the process that runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+
+from pptrain.errors import ConfigError
+from pptrain.target import every_name, find_target
+from pptrain.validate import Plan, Variant, Verdict, validate
+from pptrain.verdicts import from_json, summary, to_html, to_json, to_junit
+
+
+def run(options: Sequence[str]) -> int:
+    """Validate; returns 0 if no model is `close` or cannot be cut, else 1."""
+    asked = _parser().parse_args(options)
+    names = [*asked.targets, *(every_name() if asked.all else [])]
+    if not names:
+        raise ConfigError(
+            "[target] Nothing to validate. Expected a model, for example `qwen3_moe`, or --all. Name one."
+        )
+    _refuse_unwritable(asked)
+    verdicts = [_here(names[0], asked)] if len(names) == 1 else _each_in_a_process(names, asked)
+    if len(names) > 1:
+        print(summary(verdicts), flush=True)
+    for path, write in ((asked.json, to_json), (asked.junit, to_junit), (asked.html, to_html)):
+        if path is not None:
+            path.write_text(write(verdicts))
+    return 0 if all(verdict.is_good for verdict in verdicts) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pptrain validate",
+        description="Compare every cut of a tiny model of an architecture with one device, bit by bit.",
+    )
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=_TARGETS)
+    parser.add_argument("--all", action="store_true", help="every model of the installed mlx-lm")
+    parser.add_argument("--stages", type=_numbers, default=(2, 3), help="numbers of stages to cut into (default 2,3)")
+    parser.add_argument("--layers", type=_numbers, help="one cut instead of all: layers of each stage, as 1,3")
+    parser.add_argument("--num-layers", type=int, default=4, help="layers of the tiny model (default 4)")
+    parser.add_argument("--full-size", action="store_true", help="a config's real sizes instead of tiny ones")
+    parser.add_argument(
+        "--quick", action="store_true", help="each cut in one way of each variant, the ways taking turns"
+    )
+    parser.add_argument("--variants", type=_variants, default=("full", "lora", "qlora"), help="of full,lora,qlora")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="models at once")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts as JSON")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit XML")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the verdicts as one page")
+    return parser
+
+
+_TARGETS = "a model directory, a config.json, a model type (qwen3_moe), module:Class, or a name on the hub"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _variants(text: str) -> tuple[Variant, ...]:
+    known: dict[str, Variant] = {"full": "full", "lora": "lora", "qlora": "qlora"}
+    try:
+        return tuple(known[part] for part in text.split(","))
+    except KeyError as error:
+        raise argparse.ArgumentTypeError(f"unknown variant {error}; expected some of full,lora,qlora") from None
+
+
+def _refuse_unwritable(asked: argparse.Namespace) -> None:
+    for path in (asked.json, asked.junit, asked.html):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"[validate] There is no directory {path.parent} to write {path.name} in. Make it first.")
+
+
+def _here(name: str, asked: argparse.Namespace) -> Verdict:
+    if mx.default_device() == mx.cpu:
+        mx.disable_compile()  # each fused kernel would be compiled by the system's C++ compiler
+    plan = Plan(asked.stages, asked.layers, asked.variants)
+    plan = replace(plan, max_whole=0) if asked.quick else plan
+    verdict = validate(find_target(name, asked.num_layers, asked.full_size), plan)
+    print(verdict, flush=True)
+    return verdict
+
+
+def _each_in_a_process(names: Sequence[str], asked: argparse.Namespace) -> list[Verdict]:
+    flags = ["--stages", ",".join(map(str, asked.stages)), "--num-layers", str(asked.num_layers)]
+    flags += ["--layers", ",".join(map(str, asked.layers))] if asked.layers else []
+    flags += ["--full-size"] if asked.full_size else []
+    flags += ["--quick"] if asked.quick else []
+    flags += ["--variants", ",".join(asked.variants)]
+    with ThreadPoolExecutor(max(asked.jobs, 1)) as pool:
+        return list(pool.map(lambda name: _in_a_process(name, flags), names))
+
+
+def _in_a_process(name: str, flags: Sequence[str]) -> Verdict:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "verdict.json"
+        command = [sys.executable, "-m", "pptrain", "validate", name, *flags, "--json", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if path.exists():
+            verdict = from_json(path.read_text())[0]
+        else:
+            last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
+            verdict = Verdict(name, "fails on one device", f"its process ended with {done.returncode}: {last[:200]}")
+    print(verdict, flush=True)
+    return verdict

@@ -1,0 +1,130 @@
+"""What a trace has found: the calls of layers, the values they make and use, and which of them cross a cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+
+from pptrain.model import ArraySpec, Specs, Unit
+from pptrain.structure import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An array that one part of the forward makes and another may use."""
+
+    spec: ArraySpec
+    site: int
+    """Where it is made: see `Trace`."""
+    needs: tuple[int, ...]
+    """Values that it is computed from, in the order in which MLX comes upon them."""
+    reads: frozenset[str]
+    """Names of the parameters that it is computed from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Stands in a recorded outcome for a value."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Stands in a recorded outcome for an array that the call was given, by its place among these."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a layer (or of a part of one, where the model calls the parts itself)."""
+
+    layer: int
+    position: int
+    """Its layer's place in the forward, which is the layer's number where each is called once, in order."""
+    given: tuple[int | None, ...]
+    """The value that each array among the arguments is; None for one that depends on the tokens alone."""
+    introduced: frozenset[int]
+    """Values that were made outside of layers and are seen here first."""
+    outcome: Outcome
+    """What came of it: `Made` and `Given` instead of arrays."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one lazy forward shows about a model, without reading a weight.
+
+    A *site* is a part of the forward: site 0 is everything before the first layer (the embedding), site i + 1 is the
+    layer at position i with whatever follows it until the next layer's input; the last site ends at the logits.
+    """
+
+    units: tuple[Unit, ...]
+    calls: tuple[Call, ...]
+    values: tuple[Value, ...]
+    tail: Value
+    """The logits."""
+    strangers: tuple[tuple[int, int, str], ...] = ()
+    """(site, layer, parameter of that layer) where a layer reads what belongs to another."""
+
+    @property
+    def num_positions(self) -> int:
+        """Layers, counted as often as the forward passes through them."""
+        return max((call.position for call in self.calls), default=-1) + 1
+
+    @cached_property
+    def uses(self) -> tuple[frozenset[str], ...]:
+        """Names of the parameters that each site reads."""
+        made = [self.tail, *(self.values[v] for v in self.live)]
+        sites = range(self.num_positions + 1)
+        return tuple(frozenset[str]().union(*(v.reads for v in made if v.site == site)) for site in sites)
+
+    @cached_property
+    def live(self) -> list[int]:
+        """Values that the logits depend on."""
+        live = set(self.tail.needs)
+        for v in reversed(range(len(self.values))):
+            if v in live:
+                live |= set(self.values[v].needs)
+        return sorted(live)
+
+    def crossing(self, site: int) -> list[int]:
+        """The values that cross the cut before a site: made before it and used from it on.
+
+        They stand in the order in which MLX comes upon them on its way down from the loss. A stage whose outputs stand
+        in this order adds gradients in the order of one device: what a value receives from its users in later stages
+        first, then those of its own stage.
+        """
+        found, seen, waiting = list[int](), set[int](), [*reversed(self.tail.needs)]
+        while waiting:
+            number = waiting.pop()
+            if number in seen:
+                continue
+            seen.add(number)
+            if self.values[number].site < site:
+                found.append(number)
+            else:
+                waiting += reversed(self.values[number].needs)
+        return found
+
+    def specs(self, site: int) -> Specs:
+        """Shapes and dtypes of what crosses the cut before a site."""
+        return tuple(self.values[v].spec for v in self.crossing(site))
+
+    @cached_property
+    def boundaries(self) -> tuple[Specs, ...]:
+        """What enters each layer."""
+        return tuple(self.specs(position + 1) for position in range(self.num_positions))
+
+    def with_gradient(self, trainable: Iterable[str]) -> frozenset[int]:
+        """The values that have a gradient: floating ones that depend on a parameter that trains."""
+        trained, found = set(trainable), set[int]()
+        for number, value in enumerate(self.values):
+            if mx.issubdtype(value.spec.dtype, mx.floating) and (
+                value.reads & trained or found.intersection(value.needs)
+            ):
+                found.add(number)
+        return frozenset(found)

@@ -1,0 +1,171 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import odd_models
+import pytest
+from odd_models import built
+
+from pptrain.cli import main
+from pptrain.errors import ConfigError
+from pptrain.shrink import shrunk
+from pptrain.target import Target, every_name, find_target, of_type
+from pptrain.validate import Plan, Verdict, validate
+from pptrain.verdicts import from_json, summary, to_html, to_json, to_junit
+
+QUICK = Plan(max_whole=0, variants=("full", "lora"))
+
+KINDS = {
+    "llama": "one hidden state",
+    "gemma3_text": "tied embeddings, sliding windows",
+    "gemma3n": "several streams, changed in place behind the stack",
+    "gemma4_text": "tuples with None; keys and values shared by later layers; inputs for each layer",
+    "afm7": "two lists of layers; keys and values through a cache",
+    "iquestloopcoder": "parts of layers, run twice",
+    "nanbeige": "layers run once or more",
+    "talkie": "the embedding read by every layer",
+    "rwkv7": "a first layer's value that all others read",
+    "mixtral": "experts",
+    "mamba2": "state space",
+    "falcon_h1": "attention and state space in one layer",
+}
+LAYERS = {"iquestloopcoder": 2, "nanbeige": 3}
+"""Their layers count twice."""
+
+
+@pytest.mark.parametrize("name", KINDS, ids=lambda name: f"{name}: {KINDS[name]}")
+def test_a_model_with_this_kind_of_boundary_is_ok(name):
+    verdict = validate(of_type(name, LAYERS.get(name, 4)), QUICK)
+    assert (verdict.word, verdict.reason) == ("ok", "")
+    if name == "gemma3n":  # its layers read a weight that mlx-lm's own LoRA has moved
+        assert ["lora was not tried" in note for note in verdict.notes] == [True]
+    else:
+        assert (verdict.num_runs, verdict.notes) == (2 * verdict.num_cuts, [])
+
+
+@pytest.mark.parametrize(
+    "kind", [odd_models.TwoStreams, odd_models.ReadsTwoBefore, odd_models.SharedBlock], ids=lambda kind: kind.__name__
+)
+def test_a_model_that_mlx_lm_does_not_have_is_ok(kind):
+    assert validate(Target(kind.__name__, lambda: built(kind)), Plan(max_whole=0)).word == "ok"
+
+
+@pytest.mark.parametrize("kind", odd_models.WRONG, ids=lambda kind: kind.__name__)
+def test_a_model_that_a_cut_would_break_is_never_ok(kind):
+    verdict = validate(Target(kind.__name__, lambda: built(kind)), QUICK)
+    assert verdict.word == "cannot be cut here"
+    assert "layer" in verdict.reason
+
+
+def test_a_model_that_one_device_cannot_train_has_the_reason():
+    verdict = validate(of_type("bitnet", 4), QUICK)
+    assert verdict.word == "fails on one device"
+    assert "Metal" in verdict.reason
+    assert verdict.is_good
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+
+
+def test_shrinking_keeps_patterns_ratios_and_scalings():
+    real = {
+        "model_type": "x",
+        "hidden_size": 4096,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 20,
+        "full_attn_idxs": [1, 3, 39],
+        "attention_multiplier": 0.015625,
+        "tie_word_embeddings": True,
+    }
+    small = shrunk(real, 4)
+    assert small["num_hidden_layers"] == 4
+    assert small["layer_types"] == ["sliding_attention", "full_attention"] * 2
+    assert small["full_attn_idxs"] == [1, 3]
+    assert (small["num_attention_heads"], small["num_key_value_heads"]) == (4, 2)
+    assert (small["attention_multiplier"], small["tie_word_embeddings"]) == (0.015625, True)
+
+
+def test_a_config_is_a_target(tmp_path):
+    config = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 30, "intermediate_size": 1024}
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for text in (str(tmp_path), str(tmp_path / "config.json")):
+        model = find_target(text, 3).build()
+        assert (len(model.layers), model.args.vocab_size) == (3, 96)
+        assert model.args.num_key_value_heads == model.args.num_attention_heads
+
+
+def test_a_class_is_a_target():
+    assert type(find_target("odd_models:TwoStreams", 4).build()).__name__ == "TwoStreams"
+
+
+@pytest.mark.parametrize("text", ["no_such_model", "odd_models:Nothing", "nothing_here:Model", "missing.json"])
+def test_what_is_no_target_is_a_user_s_mistake(text):
+    with pytest.raises(ConfigError, match=r"\[target\]"):
+        find_target(text, 4)
+
+
+def test_every_model_of_mlx_lm_is_found_and_nothing_else():
+    names = every_name()
+    assert {"llama", "qwen3_moe", "nemotron-nas"} <= set(names)
+    assert not {"base", "cache", "switch_layers"} & set(names)
+
+
+def test_no_module_names_an_architecture():
+    words = {name for name in every_name() if any(c.isdigit() for c in name)}
+    for path in (Path(__file__).parents[1] / "pptrain").glob("*.py"):
+        if path.stem in ("model", "trace", "replay", "structure", "stage", "pipeline", "shrink", "validate"):
+            assert not {word for word in words if f'"{word}"' in path.read_text()}, path
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+SOME = [
+    Verdict("a", "ok", num_cuts=6, num_runs=12, seconds=1.5),
+    Verdict("b", "close", "layers <1+3>: 1 of 9 gradients differ", notes=["layers <1+3>"]),
+    Verdict("c", "fails on one device", "no kernel"),
+    Verdict("d", "cannot be cut here", "layer 1"),
+]
+
+
+def test_verdicts_come_back_from_json():
+    assert from_json(to_json(SOME)) == SOME
+
+
+def test_junit_fails_what_is_close_or_cannot_be_cut():
+    suite = ElementTree.fromstring(to_junit(SOME))
+    assert [[child.tag for child in case] for case in suite] == [[], ["failure"], ["skipped"], ["failure"]]
+    assert suite.get("failures") == "2"
+
+
+def test_the_page_has_a_row_a_model_and_is_escaped():
+    page = to_html(SOME)
+    assert page.count("<tr style=") == 4
+    assert "layers &lt;1+3&gt;" in page
+    assert "http" not in page
+
+
+def test_the_summary_counts_each_verdict():
+    assert summary(SOME) == "4 models: 1 ok, 1 close, 1 fails on one device, 1 cannot be cut here"
+
+
+def test_the_exit_code_is_0_only_if_every_model_can_be_cut(tmp_path, capsys):
+    options = ["--quick", "--variants", "full", "--stages", "2"]
+    assert main(["validate", "odd_models:TwoStreams", *options, "--html", str(tmp_path / "page.html")]) == 0
+    assert "ok" in capsys.readouterr().out
+    assert "TwoStreams" in (tmp_path / "page.html").read_text()
+    assert main(["validate", "odd_models:Overwriting", *options]) == 1
+    assert main(["validate"]) == 2
+
+
+def test_several_models_have_a_process_each(tmp_path):
+    path = tmp_path / "all.json"
+    command = [sys.executable, "-m", "pptrain", "validate", "llama", "bitnet", "--quick", "--variants", "full"]
+    done = subprocess.run([*command, "--stages", "2", "--json", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [verdict.word for verdict in from_json(path.read_text())] == ["ok", "fails on one device"]
+    assert "2 models: 1 ok, 1 fails on one device" in done.stdout
