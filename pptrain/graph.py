@@ -47,7 +47,7 @@ class Parts:
     input_flops: int
     weight_flops: int
     residual_bytes: int
-    """Kept from forward to backward; the copy of its input that a segment makes is among it."""
+    """Made by the forward and kept for the backward; the segment's input, which is given, is not in it."""
 
 
 @dataclass(slots=True)

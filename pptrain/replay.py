@@ -42,6 +42,10 @@ class Replay:
         """What crosses the cut behind the segment, after the forward has reached it."""
         return [self._known[value] for value in self._wanted]
 
+    def forget(self) -> None:
+        """Let go of all values: classes that stood in for the layers' own hold this until garbage is collected."""
+        self._known.clear()
+
     def around(self, number: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Stand in for a call: run it, or replay what came of it."""
         recorded = self._recorded(number)

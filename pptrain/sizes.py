@@ -6,7 +6,7 @@ All of it is read from shapes and unevaluated graphs, so a model of any size can
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -159,10 +159,13 @@ def optimizer_bytes(optimizer: optim.Optimizer, parameter: mx.array) -> int:
 
 
 def _site(cut: Cut, site: int, tokens: mx.array, held: Held) -> Site:
-    into = specs_into(cut, site, tokens)
+    into, segment = specs_into(cut, site, tokens), Segment(cut, range(site, site + 1))
     with kept_random_state():
-        parts = examine(Segment(cut, range(site, site + 1)), tokens, into, specs_back(cut, site + 1, tokens))
-    return Site(held, parts, sum(spec.nbytes for spec in into))
+        parts = examine(segment, tokens, into, specs_back(cut, site + 1, tokens))
+    into_bytes = sum(spec.nbytes for spec in into)
+    if segment.trains:  # What enters is given to the graph that is examined, and is kept as long as its residuals.
+        parts = replace(parts, residual_bytes=parts.residual_bytes + into_bytes)
+    return Site(held, parts, into_bytes)
 
 
 def specs_into(cut: Cut, site: int, tokens: mx.array) -> Specs:

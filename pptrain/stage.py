@@ -178,6 +178,8 @@ class Segment:
                 logits = self._cut.model(work.microbatch.inputs)
         except Reached:
             return replay.outputs()
+        finally:
+            replay.forget()
         return [loss_share(logits, work.microbatch, work.num_tokens, self._cut.loss)]
 
     def differentiate(self, work: Work, boundary: Boundary, cotangents: Boundary) -> tuple[Boundary, Graph]:
