@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often each way runs")
     parser.add_argument("--iters", type=int, default=5, help=f"steps of each run; the first {LEFT_OUT} are left out")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each row, a multiple of 32")
+    parser.add_argument("--only", default="", help="ways whose name has one of these parts, with | between them")
     parser.add_argument("--mlx-lm", metavar="DIRECTORY", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.mlx_lm:
@@ -45,7 +46,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         write_model_and_data(work, args.tokens)
-        seen = measure(work, args.rounds, args.iters)
+        seen = measure(work, args.rounds, args.iters, args.only)
     show(seen, args)
 
 
@@ -90,7 +91,7 @@ def options(work: Path, out: Path, iters: int, *more: str) -> list[str]:
     ]
 
 
-def measure(work: Path, rounds: int, iters: int) -> dict[str, list[float]]:
+def measure(work: Path, rounds: int, iters: int, only: str) -> dict[str, list[float]]:
     """Seconds of each steady step, by the way that it was made."""
     pptrain = [str(Path(sys.executable).parent / "pptrain"), "train"]
 
@@ -105,7 +106,13 @@ def measure(work: Path, rounds: int, iters: int) -> dict[str, list[float]]:
         "one process, --microbatches 1": train(1, "--microbatches", "1"),
         "one process": train(1, "--microbatches", m),
         **{f"two ranks, {name}": train(2, "--microbatches", m, "--schedule", name) for name in SCHEDULES},
+        **{
+            f"two ranks, {name}, a single lane": train(2, "--microbatches", m, "--schedule", name, "--lanes", "single")
+            for name in ("1f1b", "interleaved", "zb-h2", "zb-v")
+        },
+        "two ranks, 1f1b, checked messages": train(2, "--microbatches", m, "--check-messages"),
     }
+    ways = {name: run for name, run in ways.items() if any(part in name for part in only.split("|"))}
     seen: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds):
         for name, run in ways.items():
@@ -169,17 +176,18 @@ def run_mlx_lm(out: Path, iters: int) -> None:
 def show(seen: dict[str, list[float]], args: argparse.Namespace) -> None:
     """Print the table, the ratios that are asked for, and all of it as JSON."""
     median = {name: statistics.median(steps) for name, steps in seen.items()}
-    one, ideal = median["one process"], 2 * MICROBATCHES / (MICROBATCHES + 1)
+    one, ideal = median.get("one process", next(iter(median.values()))), 2 * MICROBATCHES / (MICROBATCHES + 1)
     print("\n| way | s a step (median) | min | max | speed-up over one process |\n|---|---|---|---|---|")
     for name, steps in seen.items():
         print(f"| {name} | {median[name]:.3f} | {min(steps):.3f} | {max(steps):.3f} | {one / median[name]:.2f} |")
-    ratios = {
-        "1f1b over one process, of the ideal 2m/(m+1)": one / median["two ranks, 1f1b"] / ideal,
-        "1f1b over sequential": median["two ranks, sequential"] / median["two ranks, 1f1b"],
-        "time of one stage, one microbatch over mlx_lm.lora": median["one process, --microbatches 1"]
-        / median["mlx_lm.lora"],
-        "checked messages over unchecked": median["two ranks, 1f1b, checked messages"] / median["two ranks, 1f1b"],
+    pairs = {
+        "1f1b over one process, of the ideal 2m/(m+1)": ("one process", "two ranks, 1f1b", ideal),
+        "1f1b over sequential": ("two ranks, sequential", "two ranks, 1f1b", 1.0),
+        "time of one stage, one microbatch over mlx_lm.lora": ("one process, --microbatches 1", "mlx_lm.lora", 1.0),
+        "checked messages over unchecked": ("two ranks, 1f1b, checked messages", "two ranks, 1f1b", 1.0),
+        "a single lane over directional ones, 1f1b": ("two ranks, 1f1b, a single lane", "two ranks, 1f1b", 1.0),
     }
+    ratios = {name: median[a] / median[b] / by for name, (a, b, by) in pairs.items() if {a, b} <= median.keys()}
     print("\n| ratio | seen |\n|---|---|")
     for name, ratio in ratios.items():
         print(f"| {name} | {ratio:.3f} |")
