@@ -52,12 +52,14 @@ SMOOTH = 1e-2
 """Adam's eps where a parameter is shared. Adam divides by |g| + eps: with a small one, an element whose gradient is all
 rounding would go by the whole learning rate, one way or the other."""
 
-STEPS_APART = {"float32": 3e-5, "bfloat16": 0.25}
-"""After five steps with a shared parameter, relative to a leaf's largest element. The last bits of the first step's
-gradient, whose bound is `allowed`, grow from step to step, since Adam divides by roots of second moments that are small
-where the gradient is; 1.6e-5 was the most that was seen in float32 (adapters on a shared table), and 0.13 in bfloat16,
-where all parameters and moments are rounded to 2^-8 at every step. What each single step does is held to the bits
-below."""
+STEPS_APART = {"float32": 1e-5, "bfloat16": 0.25}
+"""After five steps with a shared parameter, relative to a leaf's largest element. In bfloat16 all parameters and
+moments are rounded to 2^-8 at every step, so a last bit of the first step has grown; 0.13 was the most that was seen (a
+second moment). What each single step does is held to the bits below.
+
+In float32 the bound is known not to hold for every draw: of 146 tied cases 6 exceeded it, by up to 3.7e-5 (second moments
+of adapters under Adam), while each single step's gradient stayed below 0.11 of `allowed` and no other leaf differed. The
+draws of the `ci` profile are within it."""
 
 
 # -- what is compared --------------------------------------------------------------------------------------------------
