@@ -57,9 +57,9 @@ STEPS_APART = {"float32": 1e-5, "bfloat16": 0.25}
 moments are rounded to 2^-8 at every step, so a last bit of the first step has grown; 0.13 was the most that was seen (a
 second moment). What each single step does is held to the bits below.
 
-In float32 the bound is known not to hold for every draw: of 146 tied cases 6 exceeded it, by up to 3.7e-5 (second moments
-of adapters under Adam), while each single step's gradient stayed below 0.11 of `allowed` and no other leaf differed. The
-draws of the `ci` profile are within it."""
+In float32 the bound is known not to hold for every draw: of 146 tied cases 6 exceeded it, by up to 3.7e-5 (second
+moments of adapters under Adam), while each single step's gradient stayed below 0.11 of `allowed` and no other leaf
+differed. The draws of the `ci` profile are within it."""
 
 
 # -- what is compared --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from pptrain.cli import main
 from pptrain.lowered import makespan, time_program
 from pptrain.notation import parse_program, program_to_csv
-from pptrain.program import lower
+from pptrain.program import Message, Receive, Send, lower
 from pptrain.registry import SCHEDULES
 from pptrain.schedule import Action
 from pptrain.simulate import Costs, simulate
@@ -153,6 +153,15 @@ def test_a_single_lane_without_buffers_keeps_both_ends_busy_while_a_message_trav
     assert first["0F1"] == (1.5, 2.5)
     assert {str(span.action): span.start for span in directional[0]}["0F1"] == 1.0
     assert makespan(directional) == simulate(schedule, costs).makespan
+
+
+def test_on_a_single_lane_a_sender_waits_for_a_receiver_that_is_busy():
+    message = Message(0, "F", 0)
+    sender = [Action(0, "F", 0), Send(message, 1), Action(0, "F", 1)]
+    receiver = [Action(1, "W", 9), Receive(message, 0), Action(1, "F", 0)]
+    rows = time_program([sender, receiver], Costs({"F": 1.0, "I": 1.0, "W": 5.0}, 0.5), "single")
+    starts = {str(span.action): span.start for row in rows for span in row}
+    assert starts == {"0F0": 0.0, "0F1": 5.5, "1W9": 0.0, "1F0": 5.5}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
