@@ -122,11 +122,16 @@ def step(
 ) -> tuple[Result, mx.array]:
     """One update on one device; returns the result, its gradients unclipped, and their global norm."""
     result = of_microbatches(model, microbatches, loss=loss, seed=seed, step=step)
-    clipped, norm = optim.clip_grad_norm(result.grads, max_grad_norm or 1.0)
-    grads = clipped if max_grad_norm else result.grads
+    return result, update(model, optimizer, result.grads, max_grad_norm)
+
+
+def update(model: nn.Module, optimizer: optim.Optimizer, grads: Any, max_grad_norm: float | None = None) -> mx.array:
+    """Clip float32 gradients, cast them to the parameters' dtypes and apply them; returns the norm before clipping."""
+    clipped, norm = optim.clip_grad_norm(grads, max_grad_norm or 1.0)
+    grads = clipped if max_grad_norm else grads
     optimizer.update(model, tree_map(lambda g, p: g.astype(p.dtype), grads, model.trainable_parameters()))
     mx.eval(model.trainable_parameters(), optimizer.state, norm)
-    return result, norm
+    return norm
 
 
 def loss_sum(model: nn.Module, microbatches: Sequence[Microbatch], loss: TokenLoss = cross_entropy) -> mx.array:
