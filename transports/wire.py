@@ -16,6 +16,9 @@ import mlx.core as mx
 MAX_PIECE_BYTES = 1 << 30
 """Larger messages go in several pieces: transfers of 2 GiB failed in MLX before 0.32."""
 
+MAX_FLAT = (1 << 31) - 1
+"""How many elements MLX can have along one axis: more than that cannot be reshaped to a flat array."""
+
 
 class Wire:
     """Makes the nodes of one stream. To be used in the thread that made it, since MLX's streams belong to threads.
@@ -36,30 +39,60 @@ class Wire:
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, source: int) -> list[mx.array]:
         """One node for each piece, whose values are the piece's."""
-        return [
-            mx.distributed.recv((size,), dtype, source, group=self._group, stream=self._stream)
-            for size in self._sizes(prod(shape), dtype)
-        ]
+        sizes = piece_sizes(shape, self._max_piece_bytes // dtype.size)
+        return [mx.distributed.recv((n,), dtype, source, group=self._group, stream=self._stream) for n in sizes]
 
     def all_sum(self, array: mx.array) -> list[mx.array]:
         """One node for each piece, whose values are the sum over all ranks."""
         return [mx.distributed.all_sum(piece, group=self._group, stream=self._stream) for piece in self._pieces(array)]
 
     def _pieces(self, array: mx.array) -> list[mx.array]:
-        sizes = self._sizes(array.size, array.dtype)
-        flat = mx.reshape(array, (-1,), stream=self._stream)
-        return list(mx.split(flat, list(accumulate(sizes))[:-1], stream=self._stream)) if sizes else []
-
-    def _sizes(self, size: int, dtype: mx.Dtype) -> list[int]:
-        at_once = max(1, self._max_piece_bytes // dtype.size)
-        return [min(at_once, size - start) for start in range(0, size, at_once)]
+        return pieces(array, self._max_piece_bytes // array.dtype.size, self._stream)
 
 
-def joined(pieces: Sequence[mx.array], shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+def piece_sizes(shape: Sequence[int], most: int, max_flat: int = MAX_FLAT) -> list[int]:
+    """How many elements each piece of an array has, at most `most` or one; both ends of a link derive it.
+
+    Args:
+        shape: Of the whole array.
+        most: Elements in a piece.
+        max_flat: An array of more elements is halved before it is laid out flat.
+    """
+    if prod(shape) > max_flat:
+        return [size for half in _halves(shape)[1] for size in piece_sizes(half, most, max_flat)]
+    size, at_once = prod(shape), max(1, most)
+    return [min(at_once, size - start) for start in range(0, size, at_once)]
+
+
+def pieces(array: mx.array, most: int, stream: mx.Stream | None = None, max_flat: int = MAX_FLAT) -> list[mx.array]:
+    """The flat pieces of an array, of those sizes; lazy."""
+    if array.size > max_flat:
+        axis, (first, _) = _halves(array.shape)
+        halves = mx.split(array, [first[axis]], axis, stream=stream)
+        return [piece for half in halves for piece in pieces(half, most, stream, max_flat)]
+    sizes = piece_sizes(array.shape, most, max_flat)
+    flat = mx.reshape(array, (-1,), stream=stream)
+    return list(mx.split(flat, list(accumulate(sizes))[:-1], stream=stream)) if sizes else []
+
+
+def _halves(shape: Sequence[int]) -> tuple[int, tuple[list[int], list[int]]]:
+    """The longest axis, and the shapes of the two halves along it."""
+    axis = max(range(len(shape)), key=lambda each: shape[each])
+    middle = shape[axis] // 2
+    before, after = list(shape[:axis]), list(shape[axis + 1 :])
+    return axis, ([*before, middle, *after], [*before, shape[axis] - middle, *after])
+
+
+def joined(parts: Sequence[mx.array], shape: Sequence[int], dtype: mx.Dtype, max_flat: int = MAX_FLAT) -> mx.array:
     """The array that went in these pieces; lazy, as they are."""
-    if not pieces:
+    if not parts:
         return mx.zeros(tuple(shape), dtype=dtype)
-    return (pieces[0] if len(pieces) == 1 else mx.concatenate(list(pieces))).reshape(tuple(shape))
+    if prod(shape) > max_flat:
+        axis, (first, second) = _halves(shape)
+        count = list(accumulate(part.size for part in parts)).index(prod(first)) + 1
+        halves = [(parts[:count], first), (parts[count:], second)]
+        return mx.concatenate([joined(some, half, dtype, max_flat) for some, half in halves], axis)
+    return (parts[0] if len(parts) == 1 else mx.concatenate(list(parts))).reshape(tuple(shape))
 
 
 def evaluate(nodes: Sequence[mx.array]) -> None:
