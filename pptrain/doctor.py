@@ -21,6 +21,7 @@ from pptrain.errors import ConfigError
 from pptrain.machine import Backend, Machine, backends, look, matrix_product_rate
 from transports import Lanes, Task, Transport, TransportError, World, detect, open_world
 from transports.contract import MIB, PROMISES, ContractBroken, Promise, in_one_run
+from transports.endings import ENDINGS
 from transports.measure import SIZES, LinkSpeed, measure_links
 
 _COMPUTE = (mx.float32, mx.bfloat16)
@@ -99,7 +100,7 @@ def examine(world: World, backend: str, *, quick: bool = False, heavy: bool = Fa
         _measure(world, links, [MIB] if quick else SIZES)
     if not links.broken:
         links.outcomes.extend(_check(world, [promise for promise in chosen if promise.closes]))
-    order = {promise.name: place for place, promise in enumerate(PROMISES)}
+    order = {promise.name: place for place, promise in enumerate((*PROMISES, *ENDINGS))}
     links.outcomes.sort(key=lambda outcome: order.get(outcome.promise, len(order)))
     return links
 
@@ -151,8 +152,9 @@ def warnings(environ: Mapping[str, str]) -> list[str]:
 
 
 def _left_out(transport: Transport, chosen: Sequence[Promise]) -> list[Outcome]:
-    others = [promise for promise in PROMISES if promise not in chosen]
-    return [Outcome(promise.name, "left out", why_left_out(promise, transport)) for promise in others]
+    others = [(promise.name, why_left_out(promise, transport)) for promise in PROMISES if promise not in chosen]
+    others += [(ending.name, "needs a rank to end, and is checked by the tests") for ending in ENDINGS]
+    return [Outcome(name, "left out", why) for name, why in others]
 
 
 def _check(world: World, promises: Sequence[Promise]) -> list[Outcome]:

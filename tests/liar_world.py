@@ -61,13 +61,17 @@ class Honest(Transport):
     def end_wait(self, wait: Wait) -> None:
         """What the rank waited for is over."""
 
+    def fail_wait(self, error: TransportError) -> TransportError | None:
+        """What the rank waited for ended so; returns what the rank is told, None for that all went well."""
+        return error
+
 
 class LiarWorld(World):
     """A loopback whose ranks all speak through a liar of one kind."""
 
-    def __init__(self, liar: type[Honest], world_size: int | None = None, lanes: str = "directional") -> None:
+    def __init__(self, liar: type[Honest], world_size: int | None = None, lanes: str = "directional", **kwargs) -> None:
         self.world_size = world_size or liar.world_size_for_this
-        self.inner = LoopbackWorld(self.world_size, capacity=liar.capacity, lanes=lanes)
+        self.inner = LoopbackWorld(self.world_size, **{"capacity": liar.capacity, "lanes": lanes} | kwargs)
         if liar.link is not Link:
             self.inner._links = {pair: liar.link(liar.capacity) for pair in self.inner._links}
         self.local_ranks = self.inner.local_ranks
@@ -85,13 +89,16 @@ class LiarWorld(World):
 
 
 def _between(liar: Honest, task: Task[T]) -> Task[T]:
+    has_failed = False
     try:
         wait = next(task)
         while True:
             try:
-                yield liar.begin_wait(wait)
+                if not has_failed:  # Nothing goes on in a world that has ended; what waits there is what the liar says.
+                    yield liar.begin_wait(wait)
             except TransportError as error:
-                wait = task.throw(error)
+                has_failed, told = True, liar.fail_wait(error)
+                wait = next(task) if told is None else task.throw(told)
             else:
                 liar.end_wait(wait)
                 wait = next(task)

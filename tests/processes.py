@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ class Ended:
     stdout: str
     stderr: str
     seconds: float
+    ended_at: float
+    """By `time.monotonic`, which all processes of a machine share."""
 
 
 def run_ranks(
@@ -36,6 +38,7 @@ def run_ranks(
     *,
     timeout_seconds: float = 60.0,
     environment: Mapping[str, str] | None = None,
+    not_waited_for: Collection[int] = (),
 ) -> list[Ended]:
     """Run `python *arguments[rank]` for each rank of a ring, and kill what is left at the timeout.
 
@@ -43,6 +46,7 @@ def run_ranks(
         arguments: What follows `python`, for each rank.
         timeout_seconds: For all ranks together.
         environment: Variables added to every rank's, after those of the ring; an empty value takes one away.
+        not_waited_for: Ranks that are killed when the others have ended.
     """
     with tempfile.TemporaryDirectory() as folder:
         hostfile = write_hostfile(Path(folder) / "hosts.json", len(arguments))
@@ -51,7 +55,7 @@ def run_ranks(
             for rank, argv in enumerate(arguments):
                 variables = {**ring_environment(rank, hostfile), **(environment or {})}
                 ranks.append(_Rank(argv, variables, Path(folder) / f"rank{rank}"))
-            _wait(ranks, timeout_seconds)
+            _wait([each for rank, each in enumerate(ranks) if rank not in not_waited_for], timeout_seconds)
         finally:
             for each in ranks:
                 each.kill()
@@ -118,7 +122,8 @@ class _Rank:
             self._process.wait()
 
     def ended(self) -> Ended:
-        return Ended(self._returncode, self._out.read_text(), self._err.read_text(), self._seconds)
+        ended_at = self._started + self._seconds
+        return Ended(self._returncode, self._out.read_text(), self._err.read_text(), self._seconds, ended_at)
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:

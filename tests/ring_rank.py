@@ -6,19 +6,28 @@ Its last line is what the test looks for, since a launcher's exit code says litt
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 
 from transports.base import Task, Transport
 from transports.buffers import bytes_of
-from transports.contract import PROMISES, arrives_beyond_two_gigabytes, in_one_run, keeps_to_neighbours
+from transports.contract import PROMISES, in_one_run, keeps_to_neighbours
+from transports.deliveries import arrives_beyond_two_gigabytes
+from transports.distributed import TIMEOUT_SECONDS
+from transports.endings import ENDINGS
 from transports.errors import TransportClosed, TransportError
 from transports.header import Header
 from transports.ring import RingWorld
+from transports.watch import end_process
 from transports.wire import MAX_PIECE_BYTES, Wire, evaluate
+
+ENDING_TIMEOUT_SECONDS = 5.0
+"""Of a world in which a rank is lost or silent."""
 
 
 def contract(world: RingWorld) -> str:
@@ -36,6 +45,20 @@ def promise(world: RingWorld, name: str) -> str:
     assert kept.concerns(world.transport(rank))
     world.run({rank: kept.check(world.transport(rank))})
     return "kept"
+
+
+def ending(world: RingWorld, name: str) -> str:
+    """The last rank is killed, or stopped; before, it says when."""
+    rank = world.local_ranks[0]
+    [promised] = [each for each in ENDINGS if each.name == name]
+    number = signal.SIGKILL if promised.fate == "lost" else signal.SIGSTOP
+    world.run({rank: promised.task(world.transport(rank), partial(_vanish, number))})
+    return "nothing happened"
+
+
+def _vanish(number: signal.Signals) -> None:
+    print(time.monotonic(), flush=True)
+    os.kill(os.getpid(), number)
 
 
 def damaged_on_the_way(world: RingWorld) -> str:
@@ -184,9 +207,15 @@ def main() -> None:
         lanes="single" if lanes == "single" else "directional",
         max_piece_bytes=next((int(text) for text in more if text.isdecimal()), MAX_PIECE_BYTES),
         check_messages="checked" in more,
+        timeout_seconds=ENDING_TIMEOUT_SECONDS if case.startswith("ending:") else TIMEOUT_SECONDS,
     )
     name, *arguments = case.split(":")
-    print(globals()[name](world, *arguments), flush=True)
+    try:
+        print(globals()[name](world, *arguments), flush=True)
+    except TransportError as error:
+        if name != "ending":
+            raise
+        end_process(error)  # As a program does whose rank fails; MLX's own clean-up could not be relied on.
     world.close()
 
 

@@ -7,9 +7,11 @@ import os
 from collections import defaultdict
 from itertools import permutations
 
+import backends
 import liars
 import pytest
 from liar_world import Honest, LiarWorld
+from processes import ROOT
 
 from transports import LoopbackWorld, TransportError
 from transports.contract import PROMISES, ContractBroken, Promise, in_one_run
@@ -68,6 +70,7 @@ TABLE = """
     AveragesFloats        .  ....  .....x........
     GivesUpOnTheLate      .  ....  ......x.......
     AddsItsOwnFirst       .  ....  .......x......
+    CountsLeftAndRight    .  ....  ....xxxx......
     BarrierDoesNotWait    .  ....  ........x.....
     AcceptsAnyRank        .  ....  .........x....
     RefusesWithoutReason  .  ....  .........x....
@@ -120,6 +123,11 @@ def test_each_promise_has_a_liar_that_it_catches(letter: str) -> None:
 def test_counting_bytes_in_31_bits_is_caught() -> None:
     assert not catches(PROMISE_BY_LETTER["c"], Honest)
     assert catches(PROMISE_BY_LETTER["c"], liars.CountsBytesIn31Bits)
+
+
+def test_the_table_of_promises_and_backends_is_what_the_tests_run() -> None:
+    """Printed by `python tests/backends.py`."""
+    assert backends.table() in (ROOT / "transports" / "README.md").read_text()
 
 
 # What runs the contract can rely on.

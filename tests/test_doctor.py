@@ -15,6 +15,7 @@ from pptrain.cli import main
 from pptrain.machine import Backend, Machine, jaccl, matrix_product_rate, ring
 from transports import LoopbackWorld
 from transports.contract import MIB, PROMISES, in_one_run
+from transports.endings import ENDINGS
 from transports.measure import LinkSpeed
 
 DOCTOR = ["-m", "pptrain", "doctor"]
@@ -95,6 +96,7 @@ def test_over_a_ring_the_first_rank_prints_the_contract_and_the_speeds() -> None
     said = ended[0].stdout
     assert "contract   ring, 2 ranks, directional lanes" in said, report(ended)
     assert "  kept      sums_beside_messages\n" in said
+    assert "  left out  a_lost_peer_ends_a_sum: needs a rank to end, and is checked by the tests" in said
     assert "  left out  alternates_sizes_in_both_directions: sends 64 MB at once, and --quick" in said
     assert "broken" not in said
     assert "rank 1: " in said
@@ -107,7 +109,9 @@ def test_over_a_ring_as_json() -> None:
     assert [each.returncode for each in ended] == [0, 0], report(ended)
     links = json.loads(ended[0].stdout)["links"]
     assert (links["backend"], links["lanes"], links["world_size"]) == ("ring", "single", 2)
-    assert [outcome["promise"] for outcome in links["outcomes"]] == [promise.name for promise in PROMISES]
+    assert [outcome["promise"] for outcome in links["outcomes"]] == [
+        promised.name for promised in (*PROMISES, *ENDINGS)
+    ]
     assert [(speed["source"], speed["to"]) for speed in links["speeds"]] == [(0, 1), (1, 0)]
     for speed in links["speeds"]:
         assert speed["latency_seconds"] > 0

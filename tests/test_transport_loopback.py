@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Generator
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import LOOPBACKS, Backend
 
 from transports import (
     BoundaryMismatch,
@@ -45,12 +47,18 @@ def idle(transport: Transport) -> Task[None]:
 
 @pytest.mark.parametrize("promise", LIGHT, ids=lambda promise: promise.name)
 @pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_contract(promise: Promise, world_size: int, lanes: str, capacity: int | None) -> None:
-    world = LoopbackWorld(world_size, capacity=capacity, lanes=lanes)
-    if promise.concerns(world.transport(0)):
-        run(world, promise.check)
+@pytest.mark.parametrize("backend", LOOPBACKS, ids=lambda backend: backend.name)
+def test_contract(promise: Promise, backend: Backend, capacity: int | None) -> None:
+    for world_size in backend.sizes(promise):
+        run(LoopbackWorld(world_size, capacity=capacity, lanes=backend.lanes), promise.check)
+
+
+@pytest.mark.skipif(not os.environ.get("PPTRAIN_HEAVY"), reason="takes 16 GiB of memory; asked for by PPTRAIN_HEAVY=1")
+@pytest.mark.parametrize("backend", LOOPBACKS, ids=lambda backend: backend.name)
+def test_heavy_promises_of_the_contract(backend: Backend) -> None:
+    for promise in PROMISES:
+        for world_size in backend.sizes(promise) if promise.is_heavy else ():
+            run(LoopbackWorld(world_size, lanes=backend.lanes), promise.check)
 
 
 @pytest.mark.parametrize("seed", range(1, 4))

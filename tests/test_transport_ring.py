@@ -6,43 +6,60 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from backends import RINGS, Backend
 from processes import report, run_ranks
+from ring_rank import ENDING_TIMEOUT_SECONDS
 
 from transports import JacclWorld, LoopbackWorld, RingWorld, TransportSetupError, detect, open_world
 from transports.contract import PROMISES, in_one_run
+from transports.endings import ENDINGS, Ended, Ending
 
 RANK = str(Path(__file__).with_name("ring_rank.py"))
 
 
+def arguments(backend: Backend, case: str) -> list[str]:
+    """What a rank is started with."""
+    return [RANK, case, backend.lanes, *["checked"][: backend.checks_messages]]
+
+
+def cases(sizes: Callable[[Backend], Sequence[int]]) -> pytest.MarkDecorator:
+    """Every ring, with the numbers of ranks that it is checked with."""
+    found = [pytest.param(each, size, id=f"{each.name}-{size}") for each in RINGS for size in sizes(each)]
+    return pytest.mark.parametrize(("backend", "world_size"), found)
+
+
 @pytest.mark.ring
-@pytest.mark.parametrize(
-    ("world_size", "lanes", "checked"),
-    [
-        (2, "directional", []),
-        (2, "single", []),
-        (3, "directional", []),
-        (3, "single", []),
-        (2, "directional", ["checked"]),
-        (3, "single", ["checked"]),
-    ],
-)
-def test_contract(world_size: int, lanes: str, checked: list[str]) -> None:
-    ended = run_ranks([[RANK, "contract", lanes, *checked]] * world_size, timeout_seconds=180)
-    promised = len(in_one_run(LoopbackWorld(world_size, lanes=lanes).transport(0)))
+@cases(lambda backend: backend.world_sizes)
+def test_contract(backend: Backend, world_size: int) -> None:
+    ended = run_ranks([arguments(backend, "contract")] * world_size, timeout_seconds=180)
+    promised = len(in_one_run(LoopbackWorld(world_size, lanes=backend.lanes).transport(0)))
     for each in ended:
         assert each.stdout.splitlines()[-1:] == [f"kept {promised} promises"], report(ended)
         assert each.returncode == 0, report(ended)
 
 
 @pytest.mark.ring
-@pytest.mark.parametrize("lanes", ["directional", "single"])
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
+@cases(lambda backend: backend.ending_sizes)
+def test_every_other_rank_ends_as_promised(backend: Backend, world_size: int, ending: Ending) -> None:
+    ranks, last = [arguments(backend, f"ending:{ending.name}")] * world_size, world_size - 1
+    *survivors, last = run_ranks(ranks, timeout_seconds=60, not_waited_for=[last])
+    gone_at = float(last.stdout)
+    for rank, each in enumerate(survivors):
+        how = Ended(each.returncode or 0, each.stderr, each.ended_at - gone_at)
+        ending.judge(rank, world_size, how, ENDING_TIMEOUT_SECONDS + 5)
+
+
+@pytest.mark.ring
 @pytest.mark.parametrize("promise", [promise.name for promise in PROMISES if promise.is_of_checks])
-def test_a_checked_ring_refuses_a_message_of_another_form(promise: str, lanes: str) -> None:
-    ended = run_ranks([[RANK, f"promise:{promise}", lanes, "checked"]] * 2, timeout_seconds=30)
-    assert [each.stdout for each in ended] == ["kept\n"] * 2, report(ended)
+@cases(lambda backend: backend.refusal_sizes)
+def test_a_checked_ring_refuses_a_message_of_another_form(backend: Backend, world_size: int, promise: str) -> None:
+    ended = run_ranks([arguments(backend, f"promise:{promise}")] * world_size, timeout_seconds=30)
+    assert [each.stdout for each in ended] == ["kept\n"] * world_size, report(ended)
 
 
 @pytest.mark.ring
@@ -60,9 +77,10 @@ def test_four_ranks_keep_to_their_neighbours() -> None:
 
 @pytest.mark.ring
 @pytest.mark.skipif(not os.environ.get("PPTRAIN_HEAVY"), reason="takes 16 GiB of memory; asked for by PPTRAIN_HEAVY=1")
-def test_more_than_two_gigabytes_arrive_in_pieces() -> None:
-    ended = run_ranks([[RANK, "two_gigabytes"]] * 2, timeout_seconds=300)
-    assert [each.stdout for each in ended] == ["kept\n"] * 2, report(ended)
+@cases(lambda backend: backend.heavy_sizes)
+def test_more_than_two_gigabytes_arrive_in_pieces(backend: Backend, world_size: int) -> None:
+    ended = run_ranks([arguments(backend, "two_gigabytes")] * world_size, timeout_seconds=400)
+    assert [each.stdout for each in ended] == ["kept\n"] * world_size, report(ended)
 
 
 @pytest.mark.ring

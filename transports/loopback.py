@@ -13,9 +13,9 @@ Sends of directional lanes leave in the background. Everything else moves only w
 something in line behind it, as over real processes, where nobody takes a message while the rank computes.
 
 The first error that leaves a rank's task, and the first death, ends the run: every other rank that has not ended gets
-word of it at its wait, in `PeerLost`. What a stalled link holds back is `TransportTimeout` on the rank that waits for
-it. In checked mode no fault makes a wrong number: without it, a flipped bit is not seen and a doubled message is taken
-for the next one.
+word of it at its wait, in `PeerLost`. What a stalled link or a silent rank holds back is `TransportTimeout` on the rank
+that waits for it, and then on all. In checked mode no fault makes a wrong number: without it, a flipped bit is not seen
+and a doubled message is taken for the next one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from typing import TypeVar, cast
 
 from transports.base import Lanes, Task, World
 from transports.buffers import fill
-from transports.errors import BoundaryMismatch, DeadlockError, RankDied, TransportError, UndeliveredMessage
+from transports.errors import (
+    BoundaryMismatch,
+    DeadlockError,
+    PeerLost,
+    RankDied,
+    TransportError,
+    TransportTimeout,
+    UndeliveredMessage,
+)
 from transports.faults import Dies, Fault
 from transports.links import Link, Message, Topology, neighbours
 from transports.operations import Arrive, Collective, Operation, Send
@@ -341,7 +349,8 @@ def _word_of(error: Exception, guilty: Sequence[LoopbackTransport], transport: L
     """End a rank's wait with word of the cause: a peer that it has lost, or what is wrong with all of them."""
     if guilty:
         how = "" if isinstance(error, RankDied) else f" with {type(error).__name__}"
-        failure = transport.lose(f"rank {guilty[0].rank} has ended{how}: {error}", guilty[0].clock())
+        kind = TransportTimeout if isinstance(error, TransportTimeout) else PeerLost
+        failure = transport.lose(kind, f"rank {guilty[0].rank} has ended{how}: {error}", guilty[0].clock())
         failure.__cause__ = error
         return failure
     is_ours = isinstance(error, TransportError)

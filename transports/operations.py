@@ -19,6 +19,14 @@ from transports.lines import COLLECTIVE, Lane
 from transports.links import Message, form
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """When the last operation of a lane was over, by virtual time: which can be later than its rank's own clock."""
+
+    lane: Lane
+    at: float
+
+
 class Operation(Wait):
     """Something that a rank asked for at `ready_at`; over once `over_at` says when."""
 
@@ -127,13 +135,13 @@ class Flush(Operation):
     Args:
         ready_at: When it was asked for.
         sends: The sends that had not moved then.
-        left_at: When the last of those that had moved has left.
+        last: The one of those that had moved which leaves last.
     """
 
-    def __init__(self, ready_at: float, sends: Sequence[Operation], left_at: float = 0.0) -> None:
+    def __init__(self, ready_at: float, sends: Sequence[Operation], last: Done | None = None) -> None:
         super().__init__(ready_at, ("flush", -1), "flush")
         self._sends = sends
-        self._left_at = left_at
+        self._last = last
 
     def needs(self) -> Sequence[Operation]:
         """The sends that had been asked for when this was."""
@@ -141,9 +149,10 @@ class Flush(Operation):
 
     def when(self) -> float:
         """When this was over."""
-        return max(self._left_at, super().when())
+        return max(self._last.at if self._last else 0.0, super().when())
 
     def describe(self) -> str:
         """What is being waited for: the sends that have not left, or all if only their time is not over."""
         left = [send for send in self._sends if send.over_at is None]
-        return ", ".join(send.describe() for send in left or self._sends) or "its sends to leave"
+        where = f" for rank {self._last.lane[1]}" if self._last else ""
+        return ", ".join(send.describe() for send in left or self._sends) or f"its sends to leave{where}"

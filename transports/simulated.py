@@ -10,11 +10,11 @@ import mlx.core as mx
 
 from transports.base import Lanes, Receive, Sum, Task, Transport, Wait
 from transports.buffers import poisoned
-from transports.errors import PeerLost, RankDied, TransportClosed, TransportError, TransportTimeout
+from transports.errors import RankDied, TransportClosed, TransportError, TransportTimeout
 from transports.faults import Dies, Part, When
 from transports.lines import Lane, first_in_line, is_behind, needed
 from transports.links import Message, Topology, neighbours
-from transports.operations import Arrive, BufferReceive, Collective, Flush, Operation, Send
+from transports.operations import Arrive, BufferReceive, Collective, Done, Flush, Operation, Send
 
 T = TypeVar("T")
 
@@ -29,14 +29,6 @@ class Event:
 
     def __str__(self) -> str:
         return f"{self.seconds:12.6f} s  rank {self.rank}  {self.what}"
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """When the last operation of a lane was over, by virtual time: which can be later than its rank's own clock."""
-
-    lane: Lane
-    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +114,9 @@ class LoopbackTransport(Transport):
     def flush(self) -> Wait:
         """Wait for every send that has been asked for so far; see `Transport.flush`."""
         self._check_usable()
-        left_at = max((done.at for done in self._done.values() if done.lane[0] == "to"), default=0.0)
-        return Flush(self.clock(), self.unsent(), left_at)
+        left = [done for done in self._done.values() if done.lane[0] == "to"]
+        last = max(left, key=lambda done: done.at, default=None)
+        return Flush(self.clock(), self.unsent(), last)
 
     def clock(self) -> float:
         """Virtual seconds: those that this rank computed, and those that it waited for others' virtual time."""
@@ -157,9 +150,9 @@ class LoopbackTransport(Transport):
         self.pending.clear()
         self._close(f"its first error was {error}")
 
-    def lose(self, cause: str, at: float) -> PeerLost:
+    def lose(self, kind: type[TransportError], cause: str, at: float) -> TransportError:
         """End this rank's wait with word of why another rank has ended."""
-        lost = PeerLost(f"[rank {self.rank}] at {self._position}{self._waiting()}: {cause}")
+        lost = kind(f"[rank {self.rank}] at {self._position}{self._waiting()}: {cause}")
         self.fail(lost, at)
         return lost
 
