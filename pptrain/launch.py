@@ -2,6 +2,11 @@
 
 `mlx.launch` ends with 0 whatever became of its ranks, and mixes what they say. Here the exit code is that of the rank
 that failed first, and its report comes first.
+
+A Ctrl-C, or SIGTERM, comes to each rank once, and never to `mlx.launch`, which would stop to pass on what they say::
+
+    terminal ── SIGINT ──> pptrain launch ─┬─ SIGINT ──────────────> ranks on this machine
+                                           └─ a typed Ctrl-C ─ ssh ─> the terminals of ranks on others
 """
 
 from __future__ import annotations
@@ -14,7 +19,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -23,6 +29,9 @@ from pptrain.errors import ConfigError
 from transports.errors import REPORT_LINE
 
 _EXITED = re.compile(r"Node with rank (\d+) exited with code (-?\d+)")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_CTRL_C = "\x03"
+"""A terminal makes a SIGINT of it. `mlx.launch` passes on what is typed, and has terminals at the other ends of ssh."""
 _PATIENCE_SECONDS = 15.0
 """How long the other ranks may take to end after the first failure; a stopped one never does."""
 
@@ -86,17 +95,24 @@ def run(argv: Sequence[str]) -> int:
     outcome = Outcome()
     reader = threading.Thread(target=_read, args=(started.stderr, outcome), daemon=True)
     reader.start()
-    try:
-        _wait(started, outcome)
-    except KeyboardInterrupt:
-        os.killpg(started.pid, signal.SIGINT)
-        _wait(started, Outcome(failed_at=time.monotonic()))
-        outcome.codes.setdefault(-1, 130)
-        return 130
+    with _caught_signals() as caught:
+        _wait(started, outcome, caught)
     reader.join(timeout=2)
     if outcome.codes:
         print(outcome.summary(), file=sys.stderr, flush=True)
-    return outcome.exit_code or started.returncode
+    return outcome.exit_code or (130 if len(caught) > 1 else started.returncode)
+
+
+@contextmanager
+def _caught_signals() -> Generator[list[int]]:
+    """The signals that ask for an end, as they come."""
+    caught = list[int]()
+    before = {each: signal.signal(each, lambda number, _: caught.append(number)) for each in _SIGNALS}
+    try:
+        yield caught
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _program() -> str:
@@ -115,9 +131,35 @@ def _read(stream: IO[str] | None, outcome: Outcome) -> None:
             sys.stderr.flush()
 
 
-def _wait(started: subprocess.Popen[str], outcome: Outcome) -> None:
-    """Until it has ended; some time after a failure it and all that it started here are ended."""
+def _wait(started: subprocess.Popen[str], outcome: Outcome, caught: Sequence[int]) -> None:
+    """Until it has ended; some time after a failure, or a second signal, it and all that it started here are ended."""
+    passed_on = 0
     while started.poll() is None:
+        if len(caught) > passed_on:
+            passed_on += 1
+            _interrupt(started)
+            if passed_on > 1:
+                outcome.failed_at = outcome.failed_at or time.monotonic()
         if outcome.failed_at is not None and time.monotonic() - outcome.failed_at > _PATIENCE_SECONDS:
             os.killpg(started.pid, signal.SIGKILL)
         time.sleep(0.1)
+
+
+def _interrupt(started: subprocess.Popen[str]) -> None:
+    """Interrupt every rank, once; where there is none yet, whoever was going to start them."""
+    assert started.stdin is not None
+    ranks = _local_ranks(started.pid)
+    with suppress(BrokenPipeError):
+        started.stdin.write(_CTRL_C)
+        started.stdin.flush()
+    for process in ranks or [started.pid]:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGINT)
+
+
+def _local_ranks(launcher: int) -> list[int]:
+    """All that a launcher has started on this machine, but for the ends of connections to others, which must last."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,comm="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()]
+    children = [int(pid) for pid, parent, name in rows if int(parent) == launcher and Path(name.strip()).name != "ssh"]
+    return [process for child in children for process in (child, *_local_ranks(child))]

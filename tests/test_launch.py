@@ -1,15 +1,22 @@
 """`pptrain launch` over real ranks: the exit code and the report of the one that failed first."""
 
+import fcntl
 import os
+import re
+import select
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
+from contextlib import suppress
 
 import pytest
 from processes import ROOT, free_ports
 
 from pptrain.launch import Outcome
+from pptrain.store import names_in
 
 
 def read(*said: str) -> tuple[Outcome, list[str]]:
@@ -109,6 +116,85 @@ def test_interrupting_the_launcher_ends_every_rank():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     started.stdout.close()
+
+
+class Terminal:
+    """A program in the foreground of a terminal of its own."""
+
+    def __init__(self, *command):
+        self._ours, theirs = os.openpty()
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=take
+        )
+        os.close(theirs)
+        self._said, self._is_over = bytearray(), False
+        self._listens = threading.Thread(target=self._listen)
+        self._listens.start()
+
+    def type(self, text):
+        os.write(self._ours, text.encode())
+
+    def said(self):
+        return self._said.decode(errors="replace")
+
+    def wait(self, seconds):
+        try:
+            return self.process.wait(seconds)
+        finally:
+            self.process.kill()
+            self._is_over = True
+            self._listens.join()
+            os.close(self._ours)
+
+    def _listen(self):
+        # On Linux reading fails when nobody has the other end any more, elsewhere it gives nothing.
+        with suppress(OSError):
+            while not self._is_over or select.select([self._ours], [], [], 0)[0]:
+                if select.select([self._ours], [], [], 0.1)[0]:
+                    self._said += os.read(self._ours, 4096)
+
+
+def take():
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def wait_until(is_so, terminal, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, terminal.said()
+        assert terminal.process.poll() is None, terminal.said()
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def long_training(demo_directory, tmp_path):
+    """A run in a terminal that goes on until it is stopped, and has written its first checkpoint."""
+    where = ["--model", str(demo_directory / "model"), "--data", str(demo_directory / "data")]
+    run = ["--num-layers", "-1", "--iters", "2000", "--val-batches", "0", "--adapter-path", str(tmp_path / "out")]
+    kept = ["--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "3"]
+    terminal = Terminal(*launcher(2, "-m", "pptrain", "train", *where, *run, *kept))
+    wait_until(lambda: names_in(tmp_path / "kept"), terminal)
+    return terminal
+
+
+@pytest.mark.ring
+def test_one_ctrl_c_in_a_terminal_ends_every_rank_with_a_checkpoint_and_code_0(long_training, tmp_path):
+    long_training.type("\x03")
+    assert long_training.wait(60) == 0, long_training.said()
+    said = long_training.said()
+    assert said.count("SIGINT: stopping after this step") == 2, said
+    [stopped] = re.findall(r"Stopped after iteration (\d+) of 2000, with a checkpoint", said)
+    assert max(names_in(tmp_path / "kept")).iteration == int(stopped)
+
+
+@pytest.mark.ring
+def test_a_second_ctrl_c_stops_at_once(long_training):
+    long_training.process.send_signal(signal.SIGSTOP)  # so that it finds both when it goes on
+    long_training.process.send_signal(signal.SIGINT)
+    long_training.process.send_signal(signal.SIGTERM)
+    long_training.process.send_signal(signal.SIGCONT)
+    assert long_training.wait(20) == 130, long_training.said()
+    assert "Stopped after iteration" not in long_training.said()
 
 
 def is_running(pid: int) -> bool:

@@ -35,7 +35,7 @@ from transports.errors import (
 from transports.header import HEADER_BYTES, Header, damage, mismatch
 from transports.lines import COLLECTIVE, Lane, needed
 from transports.meeting import Connections
-from transports.watch import Cause, Watch
+from transports.watch import Watch
 from transports.wire import MAX_PIECE_BYTES, Sender, Wire, evaluate, joined
 
 T = TypeVar("T")
@@ -237,18 +237,15 @@ class GroupTransport(Transport):
 
     def _raise_known_failure(self, what: str) -> None:
         if self.watch and (cause := self.watch.cause(0)):
-            self._end_by(cause, what)
+            self._end_by(self.watch.error_of(cause, what))
 
     def _lose(self, what: str, error: RuntimeError) -> NoReturn:
         """MLX's own error names the neighbour whose connection broke; the watch knows who failed first."""
         if self.watch and (cause := self.watch.cause(_PATIENCE_SECONDS)):
-            self._end_by(cause, what)
-        lost = PeerLost(self.report(f"{error}. The process at the other end has ended", what))
-        self.abandon(f"its first error was {lost}")
-        raise lost from error
+            self._end_by(self.watch.error_of(cause, what))
+        self._end_by(PeerLost(self.report(f"{error}. The process at the other end has ended", what)))
 
-    def _end_by(self, cause: Cause, what: str) -> NoReturn:
-        error = cause.error(self.report(str(cause), what))
+    def _end_by(self, error: TransportError) -> NoReturn:
         self.abandon(f"its first error was {error}")
         raise error
 

@@ -76,8 +76,8 @@ class _Peer:
     unread: bytes = b""
 
 
-Report = Callable[[str], str]
-"""From what happened to the whole report: where this rank stood, and what it waited for."""
+Report = Callable[[str, str], str]
+"""From what happened, and what was waited for or nothing, to the whole report: where this rank stood."""
 
 
 def end_process(error: TransportError) -> None:
@@ -207,11 +207,11 @@ class Watch:
         since = self._waits_since
         return not self._is_noticed and since is not None and now - max(since, self._known_at) > GRACE_SECONDS
 
-    def error_of(self, cause: Cause) -> TransportError:
-        """What this rank ends with."""
+    def error_of(self, cause: Cause, waited_for: str = "") -> TransportError:
+        """What this rank ends with, and what it waited for, if that is not the present wait."""
         if cause.rank == self.rank and cause.kind == "interrupted":
-            return Interrupted(self._report("interrupted"))
-        return cause.error(self._report(str(cause)))
+            return Interrupted(self._report("interrupted", waited_for))
+        return cause.error(self._report(str(cause), waited_for))
 
     def _listen_for(self, seconds: float) -> None:
         sources = [peer.socket for peer in self._peers if not peer.is_gone]
