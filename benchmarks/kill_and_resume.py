@@ -39,11 +39,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         write_model_and_data(work)
-        unbroken = Training(work, "unbroken", args.iters, args.every)
-        unbroken.start()
-        unbroken.wait()
-        killed = Training(work, "killed", args.iters, args.every)
-        rows = kill_and_go_on(killed, args.kills, random.Random(args.seed))
+        runs = unbroken, killed = [Training(work, name, args.iters, args.every) for name in ("unbroken", "killed")]
+        try:
+            unbroken.start()
+            unbroken.finish()
+            rows = kill_and_go_on(killed, args.kills, random.Random(args.seed))
+        finally:
+            for each in runs:
+                each.end()
         show(rows)
         sys.exit(compare(killed, unbroken))
 
@@ -85,9 +88,20 @@ class Training:
         with (self.folder / f"rank{rank}.log").open("ab") as log:
             return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log)
 
-    def wait(self) -> list[int]:
-        """Wait for every rank's end; returns the exit codes."""
-        return [process.wait(120) for process in self._processes]
+    def wait(self, seconds: float = 120) -> list[int]:
+        """Wait for every rank's end, each for so long; returns the exit codes."""
+        return [process.wait(seconds) for process in self._processes]
+
+    def finish(self) -> None:
+        """Wait until everything is trained, however busy this machine is."""
+        if self.wait(3600) != [0] * RANKS:
+            raise SystemExit(self.said())
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
     def kill(self, rank: int) -> None:
         """End one rank as a power cut would."""
@@ -136,8 +150,7 @@ def kill_and_go_on(training: Training, kills: int, draw: random.Random) -> list[
         codes = training.wait()
         rows.append((kill + 1, rank, at, training.newest(), f"{time.monotonic() - killed_at:.1f}", codes))
     training.start()
-    if training.wait() != [0] * RANKS:
-        raise SystemExit(training.said())
+    training.finish()
     return rows
 
 
