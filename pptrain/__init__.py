@@ -4,8 +4,9 @@ A module knows only what is to its left, and the data go the same way. The order
 structure, lazy, values, trace, replay, partition, microbatch, stage, graph, sizes, schedule, simulate, interleaved,
 zero_bubble, v_shape, registry, auto, plan, advice, program, notation, deadlock, verify, promela, lowered, executor,
 profile, optimizer, durable, checkpoint, reference, pipeline, checks, config, agreement, data, recipe, progress, stream,
-outline, machine, train, report, timeline, svg, perfetto, show, store, saving, resume, stopping, job, demo, demo_run,
-launch, doctor, plan_run, shrink, target, validate, verdicts, validate_run, cli.
+outline, machine, train, report, timeline, svg, perfetto, show, store, saving, resume, stopping, record, job, demo,
+demo_run, launch, doctor, plan_run, shrink, target, page, validate, verdicts, validate_run, chart, report_page,
+report_run, cli.
 """
 
 from pptrain import reference

@@ -6,7 +6,8 @@ neighbour by neighbour. Files are written beside their place and renamed, so tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.utils import save, save_config
 
 from pptrain.durable import write_whole
-from pptrain.errors import ConfigError
+from pptrain.errors import ConfigError, SaveError
 from pptrain.model import Slot
 from transports import Task, Transport
 
@@ -55,6 +56,9 @@ def save_adapters(
 
     Returns:
         The file that was asked for.
+
+    Raises:
+        SaveError: If it cannot be written; what was there before stays.
     """
     newest = _write(directory / name, arrays)
     return newest if iteration is None else _write(directory / f"{iteration:07d}_{ADAPTERS}", arrays)
@@ -66,9 +70,16 @@ def save_adapter_config(directory: Path, config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: If nothing can be written there; this is the first thing that a run writes.
     """
-    try:
+    with to_adapter_path(directory):
         directory.mkdir(parents=True, exist_ok=True)
         save_config(dict(config), directory / "adapter_config.json")
+
+
+@contextmanager
+def to_adapter_path(directory: Path) -> Generator[None]:
+    """Say of a file that cannot be written before training that it is a matter of the directory that was asked for."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             f"[adapter-path] Cannot write to {directory}: {error.strerror}. Expected a directory, or a path where one "
@@ -91,13 +102,34 @@ def save_whole_model(
         slots: Where parameters live.
         arrays: What was trained, from all ranks.
         parts: Model, tokenizer and config.
+
+    Raises:
+        SaveError: If it cannot be written.
     """
     for name, array in arrays.items():
         slots[name].put(array)
     model, tokenizer, config = parts
-    save(directory, str(source), model, tokenizer, dict(config), donate_model=False)
+    with saving(directory):
+        try:
+            save(directory, str(source), model, tokenizer, dict(config), donate_model=False)
+        except RuntimeError as error:  # as MLX says it where it writes by itself
+            raise OSError(str(error)) from error
+
+
+@contextmanager
+def saving(path: Path) -> Generator[None]:
+    """Say where a disk was full, or what else was in the way, when something that was trained was written."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise SaveError(
+            f"[adapter-path] Cannot write {path}: {reason}. Expected room on a disk that can be written to; what was "
+            "written before is as it was. Make room."
+        ) from error
 
 
 def _write(path: Path, arrays: Mapping[str, mx.array]) -> Path:
-    write_whole(path, lambda file: mx.save_safetensors(file, dict(arrays)))
+    with saving(path):
+        write_whole(path, lambda file: mx.save_safetensors(file, dict(arrays)))
     return path

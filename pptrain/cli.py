@@ -27,6 +27,7 @@ _USAGE = """usage: pptrain train [options]     fine-tune a model that is cut int
        pptrain doctor [options]    what this machine is; under a launcher, whether its links can be relied on
        pptrain plan [options]      how to cut a model over given machines, which schedule fits, and what to run
        pptrain validate TARGET...  can this architecture be cut? Every cut of a tiny model against one device
+       pptrain report DIR          a run's directory as one page: curves, memory, the timeline of a step
        pptrain --version"""
 
 
@@ -84,6 +85,10 @@ def _dispatch(argv: Sequence[str]) -> int:
             from pptrain import validate_run
 
             return validate_run.run(options)
+        case ["report", *options]:
+            from pptrain import report_run
+
+            return report_run.run(options)
         case ["--help" | "-h", *_]:
             print(_USAGE)
             return 0
@@ -114,5 +119,5 @@ def _train(options: Sequence[str]) -> int:
     _compile_on_a_gpu_only()
     if "--demo" in options:
         return demo_run.run(options)
-    job.execute(config.parse(options))
+    job.execute(config.parse(options), command=["pptrain", "train", *options])
     return 0

@@ -37,7 +37,7 @@ def run(options: Sequence[str]) -> int:
     write_demo(DIRECTORY)
     stages = config.num_ranks(1) * config.stages_on_each_rank
     print(f"Training {config.fine_tune_type} over {stages} stages with {config.schedule}, in one process.", flush=True)
-    done = execute(config)
+    done = execute(config, command=["pptrain", "train", *options])
     _show_timeline(config, done)
     print("\nTraining the same on one device.", flush=True)
     return _compare(config, done, *_on_one_device(config), started)

@@ -56,5 +56,9 @@ class RanksDisagree(PptrainError):
     exit_code = 5
 
 
+class SaveError(PptrainError):
+    """Something that was trained and cannot be written, its disk being full for instance."""
+
+
 class NonFiniteError(PptrainError):
     """A loss or gradient that is not a finite number; no state was changed."""

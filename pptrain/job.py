@@ -20,11 +20,19 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from pptrain import partition
 from pptrain.agreement import Settings, agree, fingerprint_of, settings_of
-from pptrain.checkpoint import ADAPTERS, BEST, save_adapter_config, save_adapters, save_whole_model
+from pptrain.checkpoint import (
+    ADAPTERS,
+    BEST,
+    save_adapter_config,
+    save_adapters,
+    save_whole_model,
+    saving,
+    to_adapter_path,
+)
 from pptrain.config import TrainConfig
 from pptrain.data import Data, load_data
-from pptrain.durable import At, nothing
-from pptrain.errors import ConfigError
+from pptrain.durable import At, nothing, write_whole
+from pptrain.errors import ConfigError, SaveError
 from pptrain.machine import look
 from pptrain.microbatch import cross_entropy, kept_random_state
 from pptrain.perfetto import chrome_trace
@@ -32,6 +40,7 @@ from pptrain.pipeline import Pipeline
 from pptrain.plan import Machines, balanced_layers, seconds_at
 from pptrain.progress import Progress
 from pptrain.recipe import Loaded, load_base, load_trained, make_optimizer, prepare_training
+from pptrain.record import METRICS, Record, Start, note_start
 from pptrain.registry import find_schedule
 from pptrain.report import Console, Metrics
 from pptrain.resume import Asked, choose, put_back
@@ -70,7 +79,10 @@ class _Job:
     loaded: Loaded
     data: Data
     pipeline: Pipeline
+    settings: Settings
+    """What all ranks agreed on."""
     fingerprint: Settings
+    command: Sequence[str]
     at: At
 
     @property
@@ -79,16 +91,18 @@ class _Job:
         return 0 in self.pipeline.world.local_ranks
 
 
-def execute(config: TrainConfig, at: At = nothing) -> Done:
+def execute(config: TrainConfig, at: At = nothing, command: Sequence[str] = ()) -> Done:
     """Do what a config asks for: train, test, or both.
 
     Args:
         config: What is asked for.
         at: Told of each point of writing a checkpoint.
+        command: The words that started this process, to be written down.
 
     Raises:
         UserError: A mistake in what was asked for, found before the first step.
         RanksDisagree: If ranks were started with different settings.
+        SaveError: If what was trained cannot be written.
         TransportError: What went wrong on the wire.
     """
     with opened(config) as world:
@@ -108,7 +122,8 @@ def execute(config: TrainConfig, at: At = nothing) -> Done:
             sizes = balanced_sizes(config, loaded.model, world)
             pipeline = make_pipeline(config, loaded, sizes, world)
         fingerprint = fingerprint_of(settings, data.training_fingerprint()[:12])
-        return _carry_out(_Job(config, loaded, data, pipeline, fingerprint, at))
+        settings["layers"] = ",".join(map(str, sizes))
+        return _carry_out(_Job(config, loaded, data, pipeline, settings, fingerprint, command, at))
 
 
 def _carry_out(job: _Job) -> Done:
@@ -170,6 +185,8 @@ def _train(job: _Job, optimizer: optim.Optimizer, start: Progress | None, checkp
     config, pipeline, directory = job.config, job.pipeline, Path(job.config.adapter_path)
     if job.is_first:
         save_adapter_config(directory, _adapter_config(config))
+        if start is None or start.iteration < config.iters:
+            _note_start(job, directory, start.iteration if start else 0)
         print_trainable_parameters(job.loaded.model)
         print(f"Supervised tokens in the training set: {job.data.supervised_tokens:,}", flush=True)
     with reporting(config, directory, job.is_first, start) as (callbacks, console):
@@ -183,6 +200,15 @@ def _train(job: _Job, optimizer: optim.Optimizer, start: Progress | None, checkp
             run.run()
     _finish(job, run)
     return run
+
+
+def _note_start(job: _Job, directory: Path, iteration: int) -> None:
+    config, world = job.config, job.pipeline.world
+    trace = str(Path(config.trace).absolute()) if config.trace else None
+    transport = detect() or "loopback"
+    record = Record(config.model, config.iters, world.world_size, transport, trace, job.settings)
+    with to_adapter_path(directory):
+        note_start(directory, record, Start.now(iteration, job.command))
 
 
 @contextmanager
@@ -220,7 +246,7 @@ def _finish(job: _Job, run: Run) -> None:
         loss = f"{run.at.best.loss:.3f}, {run.at.best.num_worse} validations ago"
         print(f"Stopped early after iteration {run.at.iteration}: the best validation loss was {loss}.", flush=True)
     _save(job, None)
-    if config.trace is not None:
+    if config.trace is not None and pipeline.ran:  # nothing ran where all was trained already
         _write_trace(Path(config.trace), pipeline, job.is_first)
     if config.fine_tune_type == "full":
         arrays = pipeline.gather()
@@ -233,14 +259,25 @@ def _finish(job: _Job, run: Run) -> None:
 def _save(job: _Job, iteration: int | None, name: str = ADAPTERS) -> None:
     arrays = job.pipeline.gather()
     if job.is_first:
-        save_adapters(Path(job.config.adapter_path), arrays, iteration, name)
+        try:
+            save_adapters(Path(job.config.adapter_path), arrays, iteration, name)
+        except SaveError as error:
+            raise SaveError(f"{error} {_what_is_left(job.config)}") from error
+
+
+def _what_is_left(config: TrainConfig) -> str:
+    """What can be done after a save that failed."""
+    if config.checkpoint_dir is None:
+        return "There is no checkpoint to go on from: --checkpoint-dir was not given."
+    return f"Then start the same command with --resume auto: the newest checkpoint is in {config.checkpoint_dir}."
 
 
 def _write_trace(path: Path, pipeline: Pipeline, is_first: bool) -> None:
     spans = on_one_clock(pipeline)
     if is_first:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(chrome_trace(spans), encoding="utf-8")
+        text = chrome_trace(spans).encode()
+        with saving(path):
+            write_whole(path, lambda file: file.write(text))
 
 
 def vocabulary_size(loaded: Loaded) -> int:
@@ -317,7 +354,7 @@ def reporting(
     )
     done = start.iteration if start else 0
     with Console(config.iters, initial=done) as console:
-        yield [console, Metrics(directory / "metrics.jsonl", done), *([services] if services else [])], console
+        yield [console, Metrics(directory / METRICS, done), *([services] if services else [])], console
 
 
 @contextmanager

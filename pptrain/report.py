@@ -4,7 +4,9 @@ Both are mlx-lm call-backs, so they stand in one list with its own for wandb and
 """
 
 import json
+import logging
 import math
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +17,8 @@ from mlx_lm.tuner.callbacks import TrainingCallback
 from tqdm import tqdm
 
 from pptrain.durable import write_whole
+
+_log = logging.getLogger(__name__)
 
 
 class Metrics(TrainingCallback):
@@ -41,9 +45,14 @@ class Metrics(TrainingCallback):
         self._add(val_info)
 
     def _add(self, info: dict[str, Any]) -> None:
-        line = json.dumps({name: _plain(value) for name, value in info.items()}, allow_nan=False)
-        with self._path.open("a") as file:  # closed each time, so that a killed run leaves what it had reported
-            file.write(line + "\n")
+        line = json.dumps({name: _plain(value) for name, value in info.items()}, allow_nan=False) + "\n"
+        size = self._path.stat().st_size
+        try:
+            with self._path.open("a") as file:  # closed each time, so that a killed run leaves what it had reported
+                file.write(line)
+        except OSError as error:  # a full disk is no reason to end a run
+            os.truncate(self._path, size)
+            _log.warning("[metrics] Cannot write to %s: %s. This report is not in it.", self._path, error.strerror)
 
 
 def _reports_until(done: int, path: Path) -> list[str]:

@@ -13,12 +13,15 @@ _KINDS: Mapping[Kind, str] = {"F": "forward", "B": "backward", "I": "input part"
 # Dark enough for white numbers, light enough to stand out from a dark page; told apart also without colour vision.
 _COLOURS: Mapping[Kind, str] = {"F": "#2f6fb5", "B": "#b3541e", "I": "#8a3f8f", "W": "#3d7a4a"}
 _STYLE = """
-  text { font: 12px system-ui, sans-serif; fill: #222 }
-  .title { font-weight: 600; font-size: 14px }
-  .cell { fill: #fff; text-anchor: middle; font-size: 10px }
-  .back { fill: #ececec }
-  @media (prefers-color-scheme: dark) { text { fill: #ddd } .cell { fill: #fff } .back { fill: #333 } }
+  .timeline text { font: 12px system-ui, sans-serif; fill: #222 }
+  .timeline .title { font-weight: 600; font-size: 14px }
+  .timeline .cell { fill: #fff; text-anchor: middle; font-size: 10px }
+  .timeline .back { fill: #ececec }
+  @media (prefers-color-scheme: dark) {
+    .timeline text { fill: #ddd } .timeline .cell { fill: #fff } .timeline .back { fill: #333 }
+  }
 """
+# A style counts for the whole page that a picture stands in.
 
 
 def draw_svg(spans: Mapping[int, Sequence[Span]], title: str) -> str:
@@ -33,8 +36,9 @@ def draw_svg(spans: Mapping[int, Sequence[Span]], title: str) -> str:
     length = max((span.end for span in everything), default=1.0) - begin
     scale, height = _WIDTH / (length or 1.0), _TOP + len(spans) * (_ROW + _GAP) + 34
     several = len({span.action.stage for span in everything}) > len(spans)
+    size = f"0 0 {_LEFT + _WIDTH + 12} {height}"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 12} {height}" role="img">',
+        f'<svg class="timeline" xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img">',
         f"<title>{escape(title)}</title><style>{_STYLE}</style>",
         f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>',
     ]

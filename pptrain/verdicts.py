@@ -9,23 +9,11 @@ from dataclasses import asdict
 from html import escape
 from xml.etree import ElementTree
 
+from pptrain.page import page
 from pptrain.validate import Verdict
 
-_COLOURS = {
-    "ok": "#d9f2dd",
-    "close": "#fff0c2",
-    "fails on one device": "#e6e6ea",
-    "cannot be cut here": "#f9d4d1",
-}
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: left; padding: .35rem .7rem; border-bottom: 1px solid #ddd; vertical-align: top; }
-td.number { text-align: right; white-space: nowrap; }
-td.word { white-space: nowrap; }
-details { font-size: 13px; }
-"""
+_COLOURS = {"ok": "good", "close": "doubtful", "fails on one device": "neutral", "cannot be cut here": "bad"}
+"""Variables of the page."""
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
@@ -63,12 +51,11 @@ def to_html(verdicts: Sequence[Verdict]) -> str:
     """One page: a row a model, coloured by its verdict."""
     head = "".join(f"<th>{title}</th>" for title in ("model", "verdict", "cuts", "runs", "seconds", "where and why"))
     rows = "\n".join(_row(verdict) for verdict in verdicts)
-    return (
-        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>pptrain validate</title>\n'
-        f"<style>{_STYLE}</style>\n<h1>pptrain validate</h1>\n<p>{escape(summary(verdicts))}. "
-        "Every cut is compared with one device, bit by bit.</p>\n"
-        f"<table>\n<tr>{head}</tr>\n{rows}\n</table>\n</html>\n"
+    body = (
+        f"<p>{escape(summary(verdicts))}. Every cut is compared with one device, bit by bit.</p>\n"
+        f"<table>\n<tr>{head}</tr>\n{rows}\n</table>"
     )
+    return page("pptrain validate", body, "details { font-size: 13px; }")
 
 
 def _row(verdict: Verdict) -> str:
@@ -77,6 +64,6 @@ def _row(verdict: Verdict) -> str:
     numbers = (str(verdict.num_cuts), str(verdict.num_runs), f"{verdict.seconds:.1f}")
     cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
     return (
-        f'<tr style="background:{_COLOURS[verdict.word]}"><td>{escape(verdict.name)}</td>'
+        f'<tr style="background: var(--{_COLOURS[verdict.word]})"><td>{escape(verdict.name)}</td>'
         f'<td class="word">{verdict.word}</td>{cells}<td>{escape(verdict.reason)}{more}</td></tr>'
     )

@@ -1,5 +1,6 @@
 """Writing checkpoints: a kill at any point, a disk that is full, parts that come together on the first rank."""
 
+import json
 import resource
 import subprocess
 import sys
@@ -8,12 +9,18 @@ from contextlib import contextmanager
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
+from mlx_lm import load
 from processes import ROOT
 from runs import Runs, assert_same_end
 from tiny import batch, tiny
 
 from pptrain import Pipeline
+from pptrain.checkpoint import save_whole_model
+from pptrain.cli import main
+from pptrain.errors import SaveError
+from pptrain.model import find_slots
 from pptrain.progress import Progress, mlx_state, numpy_state
+from pptrain.report import Metrics
 from pptrain.resume import examine
 from pptrain.saving import Checkpoints, gather_parts
 from pptrain.store import Name, ranks_in, visible_parts
@@ -166,6 +173,51 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_nothing_else(num_bytes, tm
     assert "0000004-of-2 counts for none" in caplog.text
     assert trained.step_and_save(5)
     assert trained.names() == trained.whole() == ["0000002-of-2", "0000005-of-2"]
+
+
+ROOM = 20_000
+"""Bytes: enough for what a run writes of itself, too few for its adapters."""
+
+
+@pytest.mark.parametrize("flags", [(), ("--save-every", "1"), ("--save-best",), ("--fine-tune-type", "full")])
+def test_adapters_that_find_a_full_disk_are_one_message_and_those_of_before_stay(
+    flags, demo_directory, tmp_path, capsys
+):
+    runs = Runs(demo_directory, tmp_path, "--stages", "2", *flags)
+    runs.run("out", "--iters", "1")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*adapters.safetensors")}
+    kept = ["--checkpoint-dir", str(runs.checkpoints), "--iters", "2", "--adapter-path", str(tmp_path / "out")]
+    with largest_file(ROOM):
+        assert main(["train", *runs.flags, *kept]) == 1
+    said = capsys.readouterr().err
+    assert f"[adapter-path] Cannot write {tmp_path / 'out'}" in said
+    assert "File too large" in said
+    assert f"--resume auto: the newest checkpoint is in {runs.checkpoints}" in said
+    assert "Traceback" not in said
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*adapters.safetensors")} == before
+    assert not list((tmp_path / "out").glob(".*partial*"))
+
+
+def test_a_whole_model_that_finds_a_full_disk_is_one_message(demo_directory, tmp_path):
+    model, tokenizer, config = load(str(demo_directory / "model"), lazy=True, return_config=True)
+    parts, slots = (model, tokenizer, config), find_slots(model)
+    with (
+        largest_file(ROOM),
+        pytest.raises(SaveError, match=rf"Cannot write {tmp_path / 'out'}: .*Unable to write \d+ bytes"),
+    ):
+        save_whole_model(tmp_path / "out", demo_directory / "model", slots, {}, parts)
+
+
+def test_a_report_that_finds_a_full_disk_is_left_out_and_the_run_goes_on(tmp_path, caplog):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    report = {"iteration": 1, "val_loss": 2.0}
+    metrics.on_val_loss_report(report)
+    with largest_file((tmp_path / "metrics.jsonl").stat().st_size + 10):
+        metrics.on_val_loss_report({**report, "iteration": 2})
+    metrics.on_val_loss_report({**report, "iteration": 3})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [1, 3]
+    assert "This report is not in it." in caplog.text
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

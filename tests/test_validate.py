@@ -145,6 +145,7 @@ def test_junit_fails_what_is_close_or_cannot_be_cut():
 def test_the_page_has_a_row_a_model_and_is_escaped():
     page = to_html(SOME)
     assert page.count("<tr style=") == 4
+    assert "prefers-color-scheme: dark" in page
     assert "layers &lt;1+3&gt;" in page
     assert "http" not in page
 
