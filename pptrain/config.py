@@ -172,6 +172,9 @@ class TrainConfig:
     on_nonfinite: Literal["stop", "skip"] = _key(
         "stop", "What to do when a loss or gradient is no finite number: stop before the update, or leave it out."
     )
+    skip_bad_rows: bool = _key(
+        False, "Leave out rows of the data that cannot be used, and name them, instead of refusing to train."
+    )
     demo: bool = _key(False, "Train a small model on a small data set, both made on the spot.")
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ own `iterate_batches`.
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,14 +100,16 @@ def load_data(config: TrainConfig, tokenizer: Any, vocab_size: int | None) -> Da
         vocab_size: Number of rows of the model's embedding, or `None` where it is not known.
 
     Raises:
-        DataError: If a row, a file or a set cannot be used; it lists every such row.
+        DataError: If a row, a file or a set cannot be used; it lists every such row. With `skip_bad_rows` rows are
+            left out instead, and named in a warning.
     """
     checker = _Checker(config, _Renderings(tokenizer), vocab_size)
     loaded = checker.load()
     used = {"train": config.train, "valid": config.train and config.val_batches != 0, "test": config.test}
-    rows = {name: checker.rows(name, loaded[name]) if is_used else [] for name, is_used in used.items()}
+    rows = {name: checker.rows(loaded[name]) if is_used else [] for name, is_used in used.items()}
     checker.raise_problems()
-    _check_sizes({name: len(rows[name]) for name in used if used[name] and len(loaded[name])}, config.batch_size)
+    checker.refuse_missing(loaded)
+    _check_sizes({name: len(rows[name]) for name in used if used[name] and loaded[name].is_there}, config.batch_size)
     supervised = _supervised_tokens(rows["train"], config.max_seq_length)
     return Data(Rows(rows["train"]), Rows(rows["valid"]), Rows(rows["test"]), supervised)
 
@@ -144,6 +146,39 @@ class _Renderings:
         return getattr(self._tokenizer, name)
 
 
+@dataclass(frozen=True, slots=True)
+class _Set:
+    """A set as mlx-lm makes it, and where each of its rows stands.
+
+    Attributes:
+        name: As `train`.
+        rows: mlx-lm's data set.
+        path: The file, if it is from one.
+        lines: Of the file, from 1, one for each row; a hub data set's rows count from 0.
+        is_there: Whether there is such a set, even if none of its rows can be used.
+    """
+
+    name: str
+    rows: Any
+    path: Path | None = None
+    lines: Sequence[int] = ()
+    is_there: bool = True
+
+    def where(self, index: int) -> str:
+        """What a row is called."""
+        return f"{self.path}:{self.lines[index]}" if self.path else f"{self.name}[{index}]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    where: str
+    text: str
+    is_row: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}"
+
+
 class _Checker:
     """Loads and checks one run's rows; problems are collected, so that one error lists them all."""
 
@@ -152,28 +187,38 @@ class _Checker:
         self._renderings = renderings
         self._tokenizer: Any = renderings  # mlx-lm wants the type of a transformers tokenizer
         self._vocab_size = vocab_size
-        self._problems: list[str] = []
+        self._problems: list[_Problem] = []
 
     def raise_problems(self) -> None:
-        """Raise one error for all problems found so far."""
-        if self._problems:
-            count = len(self._problems)
-            more = [f"and {count - _SHOWN} more"] if count > _SHOWN else []
-            raise DataError(
-                "\n  ".join([f"{count} of the data's rows or files cannot be used:", *self._problems[:_SHOWN], *more])
-            )
+        """Raise one error for all problems; rows that may be left out are counted and named in a warning."""
+        is_lenient = self._config.skip_bad_rows
+        skipped = [problem for problem in self._problems if is_lenient and problem.is_row]
+        if refused := [problem for problem in self._problems if not (is_lenient and problem.is_row)]:
+            heading = f"{len(refused)} of the data's rows or files cannot be used:"
+            advice = [] if is_lenient else ["Mend them, or leave rows out by --skip-bad-rows."]
+            raise DataError("\n".join([_all_of(heading, refused), *advice]))
+        if skipped:
+            _log.warning(_all_of(f"Left out {len(skipped)} rows that cannot be used:", skipped))
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> dict[str, _Set]:
         """mlx-lm's data sets by name; files are read before it, which stops at a bad line with a traceback."""
-        if not self._config.hf_dataset:
-            for name in ("train", "valid", "test"):  # mlx-lm reads all three, used or not
-                self._problems += self._problems_of_file(Path(self._config.data) / f"{name}.jsonl")
-            self.raise_problems()
+        directory = Path(self._config.data)
+        if not self._config.hf_dataset and directory.exists():  # mlx-lm reads all three, used or not
+            return {name: self._from_file(name, directory / f"{name}.jsonl") for name in ("train", "valid", "test")}
         try:
-            train, valid, test = load_dataset(self._config.namespace(), self._tokenizer)
+            sets = load_dataset(self._config.namespace(), self._tokenizer)
         except (ValueError, ImportError, OSError) as error:
             raise DataError(f"{self._source()} cannot be loaded: {error}") from error
-        return {"train": train, "valid": valid, "test": test}
+        named = zip(("train", "valid", "test"), sets, strict=True)
+        return {name: _Set(name, rows, is_there=len(rows) > 0) for name, rows in named}
+
+    def refuse_missing(self, sets: Mapping[str, _Set]) -> None:
+        """A run trains and tests on what there is, as mlx-lm does; without validation it goes on."""
+        for name, is_used, noun in (("train", self._config.train, "Training"), ("test", self._config.test, "Test")):
+            if is_used and not sets[name].is_there:
+                raise DataError(f"{self._source()} cannot be loaded: {noun} set not found or empty. Add {name}.jsonl.")
+        if self._config.train and not sets["valid"].is_there:
+            _log.warning("%s has no validation set. Training goes on without validation.", self._source())
 
     def _source(self) -> str:
         if self._config.hf_dataset:
@@ -181,39 +226,51 @@ class _Checker:
         is_local = Path(self._config.data).exists()
         return f"--data {self._config.data}" + ("" if is_local else " is no directory here, and as a hub data set it")
 
-    def _problems_of_file(self, path: Path) -> Iterator[str]:
+    def _refuse(self, where: object, text: str, is_row: bool = True) -> None:
+        self._problems.append(_Problem(str(where), text, is_row))
+
+    def _from_file(self, name: str, path: Path) -> _Set:
         if not path.exists():
-            return
+            return _Set(name, [], is_there=False)
+        rows = self._without_format(path, self._objects(path))
+        data = create_dataset([*rows.values()], self._tokenizer, self._config.namespace()) if rows else []
+        return _Set(name, data, path, [*rows])
+
+    def _objects(self, path: Path) -> dict[int, dict[str, Any]]:
+        """The JSON objects of a file by their lines."""
         try:
             with path.open(encoding="utf-8") as file:
                 lines = [line.rstrip("\n") for line in file]
         except (OSError, UnicodeDecodeError) as error:
-            yield f"{path}: cannot be read ({error})"
-            return
+            self._refuse(path, f"cannot be read ({error})", is_row=False)
+            return {}
         if not lines:
-            yield f"{path}: is empty. Fill it, or remove it"
+            self._refuse(path, "is empty. Fill it, or remove it", is_row=False)
+        found = dict[int, dict[str, Any]]()
         for number, line in enumerate(lines, start=1):
-            if problem := self._problem_of_line(line, is_first=number == 1):
-                yield f"{path}:{number}: {problem}"
+            try:
+                found[number] = _object(line)
+            except ValueError as error:
+                self._refuse(f"{path}:{number}", str(error))
+        return found
 
-    def _problem_of_line(self, line: str, *, is_first: bool) -> str | None:
-        """What is wrong with a line; the first one decides, in mlx-lm, which format the file is of."""
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            return f"no JSON ({error.msg} at column {error.colno})"
-        if not isinstance(row, dict):
-            return f"expected a JSON object, but found {type(row).__name__}"
-        try:
-            if is_first:
+    def _without_format(self, path: Path, rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """The first row decides, in mlx-lm, which format the file is of: those before the first that has one go."""
+        for number, row in rows.items():
+            try:
                 create_dataset([row], self._tokenizer, self._config.namespace())
-        except ValueError as error:
-            return " ".join(str(error).split())
-        return None
+            except ValueError as error:
+                self._refuse(f"{path}:{number}", " ".join(str(error).split()))
+                if not self._config.skip_bad_rows:  # without a format no other row can be judged
+                    return {}
+            else:
+                return {line: row for line, row in rows.items() if line >= number}
+        return {}
 
-    def rows(self, name: str, data: Any) -> list[Row]:
+    def rows(self, data: _Set) -> list[Row]:
         """The rows of a set, without those whose prompt leaves nothing to train."""
-        rows = [row for index in range(len(data)) if (row := self._row(self._where(name, index), data, index))]
+        found = (self._row(data.where(index), data.rows, index) for index in range(len(data.rows)))
+        rows = [row for row in found if row]
         limit = self._config.max_seq_length
         if dropped := [row.where for row in rows if row.offset >= limit]:
             _log.warning("Dropped %s: the prompt alone reaches --max-seq-length %d", _listed(dropped), limit)
@@ -221,12 +278,6 @@ class _Checker:
         if long := [row.where for row in kept if len(row.tokens) > limit]:
             _log.warning("Truncated %s to --max-seq-length %d", _listed(long), limit)
         return kept
-
-    def _where(self, name: str, index: int) -> str:
-        """Lines of files count from 1, rows of hub data sets from 0."""
-        path = Path(self._config.data) / f"{name}.jsonl"
-        is_file = not self._config.hf_dataset and path.exists()
-        return f"{path}:{index + 1}" if is_file else f"{name}[{index}]"
 
     def _row(self, where: str, data: Any, index: int) -> Row | None:
         raw = data[index]
@@ -241,7 +292,7 @@ class _Checker:
             problem = self._problem_of_tokens(tokens) or self._problem_of_prompt(tokens, offset)
             if problem is None:
                 return Row(where, list(tokens), offset, len(raw))
-        self._problems.append(f"{where}: {problem}")
+        self._refuse(where, problem)
         return None
 
     def _problem_of_tokens(self, tokens: list[int]) -> str | None:
@@ -261,6 +312,44 @@ class _Checker:
         if whole[: len(prompt)] != prompt:
             return "--mask-prompt needs a chat template that renders the prompt alone as it does in the whole"
         return None if offset < len(tokens) else "--mask-prompt leaves nothing to train after the prompt"
+
+
+def _object(line: str) -> dict[str, Any]:
+    """A line's JSON object; raises a ValueError that says what is wrong."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, but found {type(row).__name__}")
+    return row
+
+
+def _all_of(heading: str, problems: Sequence[_Problem]) -> str:
+    """All problems in one text: the first of them with their reasons, the others by their places."""
+    lines = [str(problem) for problem in problems[:_SHOWN]]
+    if others := problems[_SHOWN:]:
+        lines.append(f"and {len(others)} more: {', '.join(_ranges([problem.where for problem in others]))}")
+    return "\n  ".join([heading, *lines])
+
+
+def _ranges(places: Sequence[str]) -> list[str]:
+    """`file:3, file:4, file:5` as `file:3-5`."""
+    found = list[tuple[str, int, int]]()
+    for place in places:
+        name, _, number = place.rpartition(":")
+        if not number.isdecimal():
+            found.append((place, 0, 0))
+        elif found and found[-1][0] == name and found[-1][2] == int(number) - 1:
+            found[-1] = (name, found[-1][1], int(number))
+        else:
+            found.append((name, int(number), int(number)))
+    return [_range(*each) for each in found]
+
+
+def _range(name: str, first: int, last: int) -> str:
+    lines = f"{first}-{last}" if last > first else str(first)
+    return f"{name}:{lines}" if first else name
 
 
 def _listed(where: list[str]) -> str:

@@ -272,11 +272,13 @@ def test_a_directory_without_a_training_file_is_named(tmp_path, tokenizer):
     assert f"--data {tmp_path} cannot be loaded: Training set not found" in refused(tmp_path, tokenizer)
 
 
-def test_long_lists_of_problems_are_cut(tmp_path, tokenizer):
+def test_long_lists_of_problems_have_places_alone_from_the_twentieth(tmp_path, tokenizer):
     write(tmp_path, train=[chat("a", "b"), *["[]"] * 50])
     message = refused(tmp_path, tokenizer)
     assert message.startswith("50 of the data's rows or files cannot be used:")
-    assert message.endswith("and 30 more")
+    assert f"{tmp_path}/train.jsonl:21: expected a JSON object" in message
+    assert f"and 30 more: {tmp_path}/train.jsonl:22-51\n" in message
+    assert message.endswith("leave rows out by --skip-bad-rows.")
 
 
 def test_the_fingerprint_tells_data_sets_apart_that_give_other_batches(tmp_path, tokenizer):
@@ -294,3 +296,75 @@ def test_the_fingerprint_tells_data_sets_apart_that_give_other_batches(tmp_path,
         fingerprint(rows, mask_prompt=True),
     ]
     assert len({same, *others}) == 6
+
+
+# -- rows that are left out --------------------------------------------------------------------------------------------
+
+BAD = {
+    "no JSON": "{",
+    "no object": "[1]",
+    "no key": {"prompt": "p"},
+    "no messages": {"messages": []},
+    "no list": {"messages": "text"},
+    "no tokens": {"messages": [{"role": "user"}]},
+    "last turn not the assistant's": chat("a", "b", "c"),
+}
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_row_is_left_out_and_the_others_make_the_batches_that_they_make_without_it(
+    kind, at, tmp_path, tokenizer, caplog
+):
+    good = FORMATS["chat"]
+    (tmp_path / "good").mkdir()
+    expected = load(write(tmp_path / "good", train=good), tokenizer, mask_prompt=True)
+    write(tmp_path, train=[*good[:at], BAD[kind], *good[at:]])
+    assert f"train.jsonl:{at + 1}: " in refused(tmp_path, tokenizer, mask_prompt=True)
+    caplog.clear()
+    data = load(tmp_path, tokenizer, mask_prompt=True, skip_bad_rows=True)
+    assert data.fingerprint() == expected.fingerprint()
+    assert batches_of(data.train, 2, 40) == batches_of(expected.train, 2, 40)
+    assert "Left out 1 rows that cannot be used:" in caplog.text
+    assert f"{tmp_path}/train.jsonl:{at + 1}: " in caplog.text
+    lines = [line for line in range(1, 7) if line != at + 1]
+    assert [row.where for row in data.train.rows] == [f"{tmp_path}/train.jsonl:{line}" for line in lines]
+
+
+def test_a_token_outside_the_vocabulary_is_left_out(tmp_path, tokenizer, caplog):
+    write(tmp_path, train=[{"text": "abc"}, {"text": "d<|assistant|>"}])
+    assert len(load(tmp_path, tokenizer, vocab_size=259, skip_bad_rows=True).train) == 1
+    assert "train.jsonl:2: token 259 is outside" in caplog.text
+
+
+def test_lines_and_rows_are_in_one_list(tmp_path, tokenizer):
+    write(tmp_path, train=["{", chat("a", "b"), {"messages": []}], valid=["[]"], test=["no"])
+    message = refused(tmp_path, tokenizer)
+    assert message.startswith("4 of the data's rows or files cannot be used:")
+    for where in ("train.jsonl:1", "train.jsonl:3", "valid.jsonl:1", "test.jsonl:1"):
+        assert f"{tmp_path}/{where}: " in message
+
+
+def test_a_file_that_cannot_be_read_is_refused_whatever_is_left_out(tmp_path, tokenizer):
+    (tmp_path / "train.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    write(tmp_path, valid=[])
+    message = refused(tmp_path, tokenizer, skip_bad_rows=True)
+    assert f"{tmp_path}/train.jsonl: cannot be read" in message
+    assert f"{tmp_path}/valid.jsonl: is empty" in message
+    assert "--skip-bad-rows" not in message
+
+
+@pytest.mark.parametrize("name", ["train", "valid", "test"])
+def test_a_set_of_bad_rows_alone_is_refused_and_never_taken_for_none(name, tmp_path, tokenizer):
+    write(tmp_path, **{each: FORMATS["chat"] for each in ("train", "valid", "test")} | {name: ["{", {"question": "q"}]})
+    assert f"{name} has 0 rows to use" in refused(tmp_path, tokenizer, test=True, skip_bad_rows=True)
+
+
+def test_places_of_several_files_are_told_in_ranges(tmp_path, tokenizer, caplog):
+    rows = [chat("a", "b"), *["{"] * 21, chat("a", "b"), "{", "{"]
+    write(tmp_path, train=rows, valid=[chat("a", "b"), "{"])
+    load(tmp_path, tokenizer, skip_bad_rows=True)
+    assert "Left out 24 rows" in caplog.text
+    assert (
+        f"and 4 more: {tmp_path}/train.jsonl:22, {tmp_path}/train.jsonl:24-25, {tmp_path}/valid.jsonl:2" in caplog.text
+    )

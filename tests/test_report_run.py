@@ -106,6 +106,7 @@ def test_a_run_that_went_on_shows_each_process_and_where_it_began(trained):
 
 def test_a_run_begun_again_forgets_the_one_before(trained, tmp_path):
     directory = trained("--iters", "2")
+    (directory / "run.json").write_text("whatever it was")
     trained("--iters", "1", "--checkpoint-dir", str(tmp_path / "other"))
     assert [start.command[2:4] for start in read_record(directory).starts] == [("--iters", "1")]
 

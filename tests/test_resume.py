@@ -133,6 +133,7 @@ def test_checkpoints_that_nobody_asked_to_go_on_from_are_refused(runs):
         (("--learning-rate", "1e-4"), "learning-rate: it has 0.001, this run has 0.0001"),
         (("--optimizer", "adamw"), 'optimizer: it has "adam", this run has "adamw"'),
         (("--val-batches", "0"), "val-batches: it has 1, this run has 0"),
+        (("--skip-bad-rows",), "skip-bad-rows: it has false, this run has true"),
     ],
 )
 def test_other_settings_are_refused_by_the_flags_name(flags, said, runs):
@@ -141,6 +142,16 @@ def test_other_settings_are_refused_by_the_flags_name(flags, said, runs):
         runs.kept("out", "--iters", "6", "--resume", *flags)
     assert said in str(caught.value)
     runs.kept("out", "--iters", "6", "--resume")
+
+
+def test_a_run_that_leaves_bad_rows_out_goes_on_as_the_run_without_them(demo_directory, tmp_path):
+    clean = Runs(demo_directory, tmp_path / "clean").run("out", "--iters", "8")
+    runs = Runs(demo_directory, tmp_path / "bad", "--skip-bad-rows")
+    path = runs.directory / "data" / "train.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(["{\n", *lines[:7], '{"messages": []}\n', *lines[7:]]))
+    runs.kept("out", "--iters", "3", *CUTS[0])
+    assert_same_end(runs.kept("out", "--iters", "8", "--resume", *CUTS[1]), clean)
 
 
 def test_other_data_are_refused(runs):

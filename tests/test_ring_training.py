@@ -137,6 +137,23 @@ def test_ranks_with_other_settings_are_refused_on_every_rank_naming_each(demo_di
         assert "layers: rank 0 has 3,3, rank 1 has 2,4" in rank.stderr
 
 
+def test_rows_left_out_on_one_rank_alone_are_refused_on_every_rank(demo_directory, tmp_path):
+    """A rank whose bad row is a good one elsewhere would train on other batches."""
+    other = tmp_path / "other"
+    shutil.copytree(demo_directory, other)
+    path = other / "data" / "train.jsonl"
+    path.write_text("{" + path.read_text())
+    skip = [[], ["--skip-bad-rows"]]
+    for mine, theirs in ((1, 1), (0, 1)):
+        commands = [flags(demo_directory, tmp_path / "a", *skip[mine]), flags(other, tmp_path / "b", *skip[theirs])]
+        ended = run_ranks(commands, timeout_seconds=120)
+        assert [rank.returncode for rank in ended] == [5, 5], report(ended)
+        for rank in ended:
+            assert "  data: rank 0 has " in rank.stderr
+            assert ("skip-bad-rows: rank 0 has false, rank 1 has true" in rank.stderr) == (mine != theirs)
+    assert f"Left out 1 rows that cannot be used:\n  {path}:1: no JSON" in ended[1].stderr
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
