@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import mlx.core as mx
 
@@ -25,6 +25,8 @@ def overwritten(array: mx.array, by: mx.array) -> mx.array:
 
 
 _END = "end:"
+_LINES = re.compile(r'^(?:\{ (?:rank=\w+; )?"(.+)"; \}|"(.+)" -> (\d+)|(\d+) -> "(.+)")$', re.MULTILINE)
+"""Of a graph as text: an array, with its rank if it is an end; an array that an operation reads; one that it makes."""
 
 
 def sources(end: mx.array, leaves: Mapping[str, mx.array]) -> tuple[bool, list[str]]:
@@ -33,13 +35,57 @@ def sources(end: mx.array, leaves: Mapping[str, mx.array]) -> tuple[bool, list[s
     Returns:
         Whether the array is itself the one leaf that is named; and their names.
     """
-    # Each array is a line `{ "name"; }`, with its rank if it is an end; an array comes after what it is computed from,
-    # and all leaves that the end does not need come after it.
+    is_leaf, found = mentions(end, leaves)
+    return is_leaf, list(dict.fromkeys(name for name, _ in found))
+
+
+def mentions(end: mx.array, leaves: Mapping[str, mx.array]) -> tuple[bool, list[tuple[str, str]]]:
+    """The same in full, in MLX's order: each leaf where MLX comes upon it, and once more where an operation reads it.
+
+    A leaf may itself be computed from others: the graph is looked at down to the leaves and no further. Beside each
+    name stands the operation that reads it, by a name that lasts as long as the graph; nothing where it is come upon.
+    """
     picture = picture_of(end, **{_END: end, **leaves})
-    nodes = re.findall(r'^\{ (?:rank=\w+; )?"(.+)"; \}$', picture, re.MULTILINE)
-    if _END not in nodes:  # a leaf's name has taken its place
-        return True, [next(name for name in nodes if name in leaves)]
-    return False, [name for name in nodes[: nodes.index(_END)] if name in leaves]
+    arrays, makers, inputs = list[str](), dict[str, str](), dict[str, list[str]]()
+    for array, read, reader, maker, made in _LINES.findall(picture):
+        if array:
+            arrays.append(array)
+        elif read:
+            inputs.setdefault(reader, []).append(read)
+        else:
+            makers[made] = maker
+    if _END not in arrays:  # a leaf's name has taken its place; what it is computed from comes before it
+        return True, [(arrays[len(_arrays(picture_of(end))) - 1], "")]
+    return False, _mentions(makers, inputs, leaves)
+
+
+def _mentions(
+    makers: Mapping[str, str], inputs: Mapping[str, list[str]], leaves: Container[str]
+) -> list[tuple[str, str]]:
+    """MLX's own way through a graph: what an operation reads comes before the operation, each once."""
+    found, seen = list[tuple[str, str]](), {_END}
+    waiting = [(_END, iter(inputs.get(makers.get(_END, ""), [])))]
+    while waiting:
+        array, rest = waiting[-1]
+        for read in rest:
+            if read in seen:
+                continue
+            seen.add(read)
+            if read in leaves:
+                found.append((read, ""))
+            elif (maker := makers.get(read, "")) not in seen:
+                seen.add(maker)
+                waiting.append((read, iter(inputs.get(maker, []))))
+                break
+        else:
+            maker = makers.get(array, "")
+            found += [(read, maker) for read in inputs.get(maker, []) if read in leaves]
+            waiting.pop()
+    return found
+
+
+def _arrays(picture: str) -> list[str]:
+    return [array for array, *_ in _LINES.findall(picture) if array]
 
 
 def picture_of(end: mx.array, **leaves: mx.array) -> str:

@@ -209,6 +209,12 @@ class Pipeline:
         """Trained parameters that more than one rank reads: their gradients are added in another order."""
         return frozenset(name for name, ranks in self._holders.items() if len(ranks) > 1)
 
+    @property
+    def reordered(self) -> list[int]:
+        """Layers before which a cut makes gradients of what crosses it add up in another order than on one device."""
+        starts = [layers.start for layers in self._ranges[1:]]
+        return [layer for layer in starts if not self._known.keeps_order(layer + 1)]
+
     def stage(self, stage: int) -> Stage:
         """A local stage, after the first call that ran it."""
         return self._stages[stage]

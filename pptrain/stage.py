@@ -134,6 +134,14 @@ class Cut:
         """One more than layers."""
         return len(self.trace.uses)
 
+    def keeps_order(self, site: int) -> bool:
+        """Whether a cut before a site adds up every gradient in the order of one device: see `Trace.out_of_order`."""
+        return not (self._trained & set(self.trace.out_of_order(site)))
+
+    @cached_property
+    def _trained(self) -> frozenset[int | str]:
+        return self.trace.with_gradient(self.trainable) | set(self.trainable)
+
     def used(self, sites: Iterable[int]) -> list[str]:
         """Names of all parameters that these sites read, in tree order."""
         names = frozenset[str]().union(*(self.trace.uses[site] for site in sites))
@@ -141,14 +149,24 @@ class Cut:
 
 
 class Segment:
-    """Consecutive sites of the forward as one differentiable function (sites: see `Trace`)."""
+    """Consecutive sites of the forward as one differentiable function (sites: see `Trace`).
 
-    def __init__(self, cut: Cut, sites: range) -> None:
+    Args:
+        cut: The model.
+        sites: Which part of it.
+        later: The sites of its stage behind this segment. Gradients of parameters that they read too go on from their
+            sums, as on one device: a sum of sums would be another number.
+    """
+
+    def __init__(self, cut: Cut, sites: range, later: range = range(0)) -> None:
         self.sites = sites
         self._cut = cut
         used, trained = cut.used(sites), set(cut.trainable)
         self.names = [name for name in cut.trainable if name in set(used)]
         self._slots = [cut.slots[name] for name in self.names]
+        again = set(cut.used(later))
+        self.continued = [name for name in self.names if name in again]
+        """Those of `names` whose sums this segment goes on with."""
         self._frozen = [cut.slots[name] for name in used if name not in trained]
         self._compiled = dict[Any, Callable[..., Any]]()
 
@@ -182,13 +200,22 @@ class Segment:
             replay.forget()
         return [loss_share(logits, work.microbatch, work.num_tokens, self._cut.loss)]
 
-    def differentiate(self, work: Work, boundary: Boundary, cotangents: Boundary) -> tuple[Boundary, Graph]:
+    def differentiate(
+        self, work: Work, boundary: Boundary, cotangents: Boundary, sums: Sequence[mx.array] = ()
+    ) -> tuple[Boundary, Graph]:
         """Build forward and backward as one graph. The cotangents' data may come later.
+
+        Args:
+            work: The microbatch.
+            boundary: What crosses before the first site; empty where that is the tokens.
+            cotangents: Gradients by the outputs that have one.
+            sums: Gradients so far of the parameters in `continued`.
 
         Returns:
             The output, and what is left of the graph once the output has been evaluated.
         """
         weights, frozen = self.parameters()
+        cotangents = [*cotangents, *sums]
         self._cut.look(work.microbatch.inputs)  # not for the first time within a compiled function
         if not self._cut.compile:
             output, *backward = self._vjp(work, boundary, cotangents, weights)
@@ -213,6 +240,7 @@ class Segment:
         inward = look.differentiable(self.sites.start) if boundary else []
         outward = [True] if self.sites.stop == self._cut.num_sites else look.differentiable(self.sites.stop)
         inputs = [array for array, has_gradient in zip(boundary, inward, strict=True) if has_gradient]
+        continued = [len(inputs) + self.names.index(name) for name in self.continued]
 
         def function(*primals: mx.array) -> Boundary:
             mine = iter(primals)
@@ -220,12 +248,14 @@ class Segment:
             with replaced(self._slots, list(mine)):
                 made = self.forward(work, given)
             # What has no gradient is no output that MLX wants a cotangent for.
-            return [a if has_gradient else mx.stop_gradient(a) for a, has_gradient in zip(made, outward, strict=True)]
+            made = [a if has_gradient else mx.stop_gradient(a) for a, has_gradient in zip(made, outward, strict=True)]
+            # A parameter that is an output, too, has its sum so far as that output's cotangent.
+            return made + [primals[place] for place in continued]
 
         if not inputs and not weights:
             return function(), [], []
         output, grads = mx.vjp(function, [*inputs, *weights], cotangents)
-        return output, grads[: len(inputs)], grads[len(inputs) :]
+        return output[: len(outward)], grads[: len(inputs)], grads[len(inputs) :]
 
     def _compiled_for(self, shape: tuple[int, ...]) -> Callable[..., Any]:
         """One compiled function for each shape, the oldest dropped: MLX itself would keep one for each shape for ever.
@@ -267,9 +297,10 @@ class _Kept:
         output, self.graph = self.segment.differentiate(self.work, self.boundary, cotangents)
         return output
 
-    def backward(self, cotangents: Boundary) -> Graph:
+    def backward(self, cotangents: Boundary, sums: Mapping[str, mx.array]) -> Graph:
         """The graph kept since the forward, or one built now, whose forward runs again."""
-        return self.graph or self.segment.differentiate(self.work, self.boundary, cotangents)[1]
+        so_far = [sums[name] for name in self.segment.continued]
+        return self.graph or self.segment.differentiate(self.work, self.boundary, cotangents, so_far)[1]
 
 
 @dataclass(slots=True)
@@ -300,7 +331,10 @@ class Stage:
         self.is_first, self.is_last = layers.start == 0, layers.stop == cut.num_sites - 1
         self._recompute = recompute
         self.sites = range(0 if self.is_first else layers.start + 1, layers.stop + 1)
-        self._segments = [Segment(cut, sites) for sites in _segment_sites(cut, self.sites, recompute)]
+        self._segments = [
+            Segment(cut, sites, range(sites.stop, self.sites.stop))
+            for sites in _segment_sites(cut, self.sites, recompute)
+        ]
         self.names = [name for name in cut.trainable if any(name in segment.names for segment in self._segments)]
         self._cut = cut
         self.begin_step()
@@ -424,10 +458,8 @@ class Stage:
         flow, kept = self._seeded(cotangents), self._kept.get(index, [])
         while kept:
             item = kept.pop()
-            graph = item.backward(flow)
-            for name, grad in zip(item.segment.names, graph.grads, strict=True):
-                # A parameter that two segments of this stage share: added in its own dtype, as one device does.
-                total[name] = grad + total[name] if name in total else grad
+            graph = item.backward(flow, total)
+            total |= zip(item.segment.names, graph.grads, strict=True)
             flow = graph.input_cotangents
             if not whole:
                 yield flow
@@ -442,8 +474,9 @@ def _segment_sites(cut: Cut, sites: range, recompute: Recompute) -> list[range]:
 
     Before the first layer, since what comes before (the embedding) has no input to pull a cotangent back to; before the
     first thing that trains, since nothing needs a cotangent further down; and for `--recompute layer` before each
-    layer.
+    layer. But never where gradients would be added in another order than on one device: then both sides stay together.
     """
-    breaks = {1, cut.first_trained_site} | (set(sites) if recompute == "layer" else set())
+    breaks = {1, *(sites if recompute == "layer" else ())}
+    breaks = {site for site in breaks & set(sites) if cut.keeps_order(site)} | {cut.first_trained_site}
     starts = sorted({sites.start} | (breaks & set(sites)))
     return [range(a, b) for a, b in zip(starts, [*starts[1:], sites.stop], strict=True)]

@@ -10,6 +10,7 @@ parameter (masks, positions) are no values: whoever needs them computes them fro
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from pptrain.errors import ModelError
-from pptrain.lazy import handle, overwritten, picture_of, sources
+from pptrain.lazy import handle, mentions, overwritten, picture_of, sources
 from pptrain.model import ArraySpec, Unit, find_layers, find_slots, intercepted, replaced, units_of
 from pptrain.structure import Outcome, arrays_in, containers_in, effects, snapshot
 from pptrain.values import Call, Given, Made, Trace, Value
@@ -100,8 +101,10 @@ def _trace(model: nn.Module, tokens: mx.array, kept: Attributes | None = None) -
     )
 
 
-_VALUE, _KEPT = "value:", "kept:"
-"""Start the names of values, and of what a call before has left behind; no parameter's name has a colon."""
+_VALUE, _MADE, _KEPT = "value:", "made:", "kept:"
+"""Start the names of values, of values before fresh arrays took their place, and of what a call before has left behind;
+no parameter's name has a colon.
+"""
 
 
 class _Recorder:
@@ -121,6 +124,7 @@ class _Recorder:
         self._number = dict[int, int]()
         self._from_tokens = set[int]()
         self._alive = list[mx.array]()  # so that no id comes twice
+        self._early = dict[int, mx.array]()  # what was made before the first layer, as it was made
         self._changed = dict[int, int]()  # by value, the layer that changed it in place
         self.strangers = list[tuple[int, int, str]]()
 
@@ -129,7 +133,10 @@ class _Recorder:
         position, layer = self._counter.num_positions - 1, self._units[number].layer
         leaves, known = arrays_in((args, kwargs)), len(self.values)
         self._alive += leaves
+        originals = [handle(leaf) for leaf in leaves]
         given = tuple(self._given(leaf, is_first) for leaf in leaves)
+        self._note_mentions(dict(zip(given, originals, strict=True)), known)
+        self._alive += originals
         introduced = frozenset(range(known, len(self.values)))
         containers = containers_in((args, kwargs))
         before, pictures = snapshot(containers), self._pictures(leaves, given)
@@ -148,7 +155,7 @@ class _Recorder:
             )
         source = self._sources(logits)
         needs, reads = ((source,), frozenset[str]()) if isinstance(source, int) else source
-        tail = Value(ArraySpec.of(logits), self._counter.num_positions, needs, reads)
+        tail = Value(ArraySpec.of(logits), self._counter.num_positions, needs, reads, self._mentions(logits, {}))
         found = Trace(tuple(self._units), tuple(self.calls), tuple(self.values), tail, tuple(self.strangers))
         for value in found.live:
             if value in self._changed:
@@ -176,7 +183,7 @@ class _Recorder:
         self, outcome: Outcome, position: int, layer: int, places: Mapping[int, int]
     ) -> tuple[Outcome, Outcome]:
         """What came of a call, recorded, and with fresh arrays."""
-        fresh = dict[int, mx.array]()
+        fresh, known = dict[int, mx.array](), len(self.values)
         for leaf in outcome.arrays:
             if id(leaf) in places or id(leaf) in self._number:
                 continue
@@ -187,6 +194,8 @@ class _Recorder:
                 continue
             self._note_strangers(position, layer, sources[1])
             fresh[id(leaf)] = self._add(leaf, Value(ArraySpec.of(leaf), position + 1, *sources))
+
+        self._note_mentions({self._number[id(leaf)]: leaf for leaf in outcome.arrays if id(leaf) in fresh}, known)
 
         def recorded(leaf: mx.array) -> Made | Given:
             return Given(places[id(leaf)]) if id(leaf) in places else Made(self._number[id(leaf)])
@@ -210,6 +219,20 @@ class _Recorder:
             return int(names[-1].removeprefix(_VALUE))
         values = tuple(int(name.removeprefix(_VALUE)) for name in names if name.startswith(_VALUE))
         return values, frozenset(name for name in names if not name.startswith(_VALUE))
+
+    def _note_mentions(self, originals: Mapping[int | None, mx.array], known: int) -> None:
+        """Where MLX comes upon what values are computed from, values of the same call included."""
+        together = {value: array for value, array in originals.items() if value is not None and value >= known}
+        self._early |= {value: array for value, array in together.items() if not self.values[value].site}
+        for value, array in together.items():
+            others = {v: other for v, other in (self._early | together).items() if v != value}
+            self.values[value] = replace(self.values[value], mentions=self._mentions(array, others))
+
+    def _mentions(self, array: mx.array, others: Mapping[int, mx.array]) -> tuple[tuple[int | str, str], ...]:
+        """`others` are values as they were made, before fresh arrays took their place."""
+        leaves = {f"{_MADE}{value}": other for value, other in others.items()}
+        found = mentions(array, self._leaves | leaves)[1]
+        return tuple((_number(name), operation) for name, operation in found)
 
     def _note_strangers(self, position: int, layer: int, reads: Iterable[str]) -> None:
         for name in sorted(reads):
@@ -238,6 +261,12 @@ class _Recorder:
                 self._changed[len(self.values)] = layer
                 fresh = self._add(leaf, Value(ArraySpec.of(leaf), position + 1, (), frozenset()))
                 self._leaves[f"{_VALUE}{len(self.values) - 1}"] = overwritten(leaf, fresh)
+
+
+def _number(name: str) -> int | str:
+    """The value that is named, or the parameter."""
+    kind, colon, number = name.rpartition(":")
+    return int(number) if kind + colon in (_VALUE, _MADE) else name
 
 
 def _is_array(value: Any) -> bool:

@@ -23,6 +23,10 @@ class Value:
     """Values that it is computed from, in the order in which MLX comes upon them."""
     reads: frozenset[str]
     """Names of the parameters that it is computed from."""
+    mentions: tuple[tuple[int | str, str], ...] = ()
+    """Values and parameters in its graph where MLX comes upon them, and once more, with the operation, where one reads
+    them.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,35 @@ class Trace:
             else:
                 waiting += reversed(self.values[number].needs)
         return found
+
+    @cached_property
+    def readers(self) -> dict[int | str, list[int]]:
+        """The sites of the operations that read each live value and each parameter, in the order in which one device
+        adds up its gradient: the last operation that MLX comes upon, on its way down from the loss, is the first.
+        """
+        found, seen, readers = dict[int | str, list[int]](), set[int](), dict[str, Value]()
+        waiting = [(self.tail, iter(self.tail.mentions))]
+        while waiting:
+            value, mentions = waiting[-1]
+            for read, operation in mentions:
+                if operation and readers.setdefault(operation, value) is value:  # not in another value's graph, too
+                    found.setdefault(read, []).insert(0, value.site)
+                elif not operation and isinstance(read, int) and read not in seen:
+                    seen.add(read)
+                    waiting.append((self.values[read], iter(self.values[read].mentions)))
+                    break
+            else:
+                waiting.pop()
+        return found
+
+    def out_of_order(self, site: int) -> list[int | str]:
+        """Values and parameters whose gradient a cut before a site adds up in another order than one device.
+
+        They are read on both sides of the cut, and one device adds a term from behind it after one from before it,
+        while what comes from behind the cut is one sum. Two terms may change places.
+        """
+        sides = {read: [reader >= site for reader in readers] for read, readers in self.readers.items()}
+        return [read for read, later in sides.items() if len(later) > 2 and later != sorted(later, reverse=True)]
 
     def specs(self, site: int) -> Specs:
         """Shapes and dtypes of what crosses the cut before a site."""

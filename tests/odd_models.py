@@ -234,7 +234,79 @@ class Remembering(Tiny):
         self.layers[1] = RememberingLayer(8)
 
 
-CUTTABLE = [TwoStreams, ReadsTwoBefore, SharedBlock, Everything, Looped, Backwards, ByParts, Scratch]
+class TwiceLayer(Layer):
+    def __init__(self, hidden: int, shared: Layer):
+        super().__init__(hidden)
+        object.__setattr__(self, "shared", lambda: shared)
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        hidden = self.shared()(super().__call__(hidden))
+        return self.shared()(mx.tanh(hidden))
+
+
+class UsedTwice(Tiny):
+    """A block outside of the layers is used twice by each."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.shared = Layer(8)
+        self.layers = [TwiceLayer(8, self.shared) for _ in range(num_layers)]
+
+
+class GatedLayer(Layer):
+    def __call__(self, hidden: mx.array, gate: mx.array) -> mx.array:
+        return super().__call__(hidden) * gate
+
+
+class FromEmbedding(Tiny):
+    """What is made of the embedding before the first layer is the last thing that a layer reads."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.gate = nn.Linear(8, 8)
+        self.layers = [GatedLayer(8) for _ in range(num_layers)]
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = self.embed(tokens)
+        gate = mx.tanh(self.gate(hidden))
+        for layer in self.layers:
+            hidden = layer(hidden, gate)
+        return self.head(self.norm(hidden))
+
+
+class InTurnLayer(Layer):
+    def __call__(self, hidden: mx.array, side: mx.array | None) -> tuple[mx.array, mx.array]:
+        made = super().__call__(hidden)
+        side = mx.tanh(made) if side is None else side
+        return made + mx.sin(side), side
+
+
+class InTurn(Tiny):
+    """What the first layer makes is read behind the stack twice: one device adds all layers' terms in between."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers = [InTurnLayer(8) for _ in range(num_layers)]
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden, side = self.embed(tokens), None
+        for layer in self.layers:
+            hidden, side = layer(hidden, side)
+        return self.head(self.norm((mx.cos(side) + hidden) * side))
+
+
+CUTTABLE = [
+    TwoStreams,
+    ReadsTwoBefore,
+    SharedBlock,
+    Everything,
+    Looped,
+    Backwards,
+    ByParts,
+    Scratch,
+    UsedTwice,
+    FromEmbedding,
+]
 
 
 class ChoosingLayer(Layer):

@@ -123,7 +123,7 @@ def differing(model, result, one):
     return {name for name in theirs if not same_bits(ours[name], theirs[name])}
 
 
-SHARED = {"SharedBlock": ("shared.",), "Looped": ("layers.", "norm.")}
+SHARED = {"SharedBlock": ("shared.",), "UsedTwice": ("shared.",), "Looped": ("layers.", "norm.")}
 """Parameters that two stages may share: their sums are in another order."""
 
 
@@ -150,6 +150,34 @@ def test_a_parameter_that_stages_share_is_within_its_bound(kind):
     for name in differing(model, result, one):
         mine, its = leaves(result.grads)[name], leaves(one.grads)[name]
         assert mx.abs(mine - its).max().item() <= 1e-6 * mx.abs(its).max().item() * 3, name
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer", "stage"])
+@pytest.mark.parametrize("kind", [*odd_models.CUTTABLE, odd_models.InTurn], ids=lambda kind: kind.__name__)
+def test_in_one_stage_every_gradient_is_one_devices_whatever_is_recomputed(kind, recompute):
+    model = built(kind)
+    one = reference.value_and_grad(model, *batch(5), 3)
+    for schedule in ("1f1b", "zb-h1"):
+        result = Pipeline(model, 1, schedule=schedule, recompute=recompute).value_and_grad(*batch(5), 3)
+        assert differing(model, result, one) == set()
+
+
+def test_a_trace_shows_in_which_order_one_device_adds_and_which_cuts_change_it():
+    found = trace(built(odd_models.InTurn), TOKENS)
+    (side,) = set(found.crossing(2)) & set(found.crossing(4))
+    assert found.readers[side] == [4, 4, 3, 2, 1, 4]  # behind the stack, the last layer's, ..., behind the stack
+    assert [found.out_of_order(site) for site in range(1, 5)] == [[], [side], [side], [side]]
+    assert trace(built(odd_models.FromEmbedding), TOKENS).out_of_order(1) == [0]
+
+
+def test_a_cut_that_changes_the_order_of_adding_is_told():
+    model = built(odd_models.InTurn)
+    pipeline = Pipeline(model, layers=(2, 2), recompute="layer")
+    assert pipeline.reordered == [2]
+    one = reference.value_and_grad(model, *batch(5), 3)
+    for name in differing(model, pipeline.value_and_grad(*batch(5), 3), one):
+        assert name.startswith(("embed.", "layers.0.")), name  # nothing from the cut on
+    assert Pipeline(built(odd_models.ReadsTwoBefore), layers=(2, 2)).reordered == []
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
