@@ -5,7 +5,7 @@ structure, lazy, values, trace, replay, partition, microbatch, stage, graph, siz
 zero_bubble, v_shape, registry, auto, plan, advice, program, notation, deadlock, verify, promela, lowered, executor,
 profile, optimizer, durable, checkpoint, reference, pipeline, checks, config, agreement, data, recipe, progress, stream,
 outline, machine, train, report, timeline, svg, perfetto, show, store, saving, resume, stopping, record, job, demo,
-demo_run, launch, doctor, plan_run, shrink, target, page, validate, verdicts, validate_run, chart, report_page,
+demo_run, launch, doctor, plan_run, shrink, pattern, target, page, validate, verdicts, validate_run, chart, report_page,
 report_run, cli.
 """
 

@@ -29,21 +29,15 @@ _LINES = re.compile(r'^(?:\{ (?:rank=\w+; )?"(.+)"; \}|"(.+)" -> (\d+)|(\d+) -> 
 """Of a graph as text: an array, with its rank if it is an end; an array that an operation reads; one that it makes."""
 
 
-def sources(end: mx.array, leaves: Mapping[str, mx.array]) -> tuple[bool, list[str]]:
+def mentions(end: mx.array, leaves: Mapping[str, mx.array]) -> tuple[bool, list[tuple[str, str]]]:
     """Which of the leaves an unevaluated array is computed from, in the order in which MLX comes upon them.
 
+    A leaf may itself be computed from others: the graph is looked at down to the leaves and no further.
+
     Returns:
-        Whether the array is itself the one leaf that is named; and their names.
-    """
-    is_leaf, found = mentions(end, leaves)
-    return is_leaf, list(dict.fromkeys(name for name, _ in found))
-
-
-def mentions(end: mx.array, leaves: Mapping[str, mx.array]) -> tuple[bool, list[tuple[str, str]]]:
-    """The same in full, in MLX's order: each leaf where MLX comes upon it, and once more where an operation reads it.
-
-    A leaf may itself be computed from others: the graph is looked at down to the leaves and no further. Beside each
-    name stands the operation that reads it, by a name that lasts as long as the graph; nothing where it is come upon.
+        Whether the array is itself the one leaf that is named; and in MLX's order each leaf where it comes upon it,
+        beside nothing, and once more for each operation that reads it, beside that operation: a name that lasts as long
+        as the graph.
     """
     picture = picture_of(end, **{_END: end, **leaves})
     arrays, makers, inputs = list[str](), dict[str, str](), dict[str, list[str]]()

@@ -83,6 +83,12 @@ _LAYER_WORDS = ("sliding_attention", "full_attention", "linear_attention", "conv
 
 _LAYERS = re.compile(dict((value, pattern) for pattern, value in _SIZES)["layers"])
 
+_PATTERN = re.compile(
+    r".*_layer_period|.*_layer_offset|sliding_window_pattern|full_attention_interval|layer_group_size|attn_res_block_size"
+    r"|global_attn_every_n_layers|dense_attention_every_n_layers|no_rope_layer_interval|mamba_step|cla_share_factor"
+)
+"""Sizes that say which layers are alike: in a real config they stay."""
+
 
 _ROPE: Config = {
     "rope_theta": 10000.0,
@@ -161,9 +167,14 @@ def shrunk(config: Mapping[str, Any], num_layers: int) -> Config:
 
     Lists with one entry for each layer are cut to as many as there are now; so are lists of layer numbers.
     """
-    real = next((value for key, value in config.items() if _LAYERS.fullmatch(key) and isinstance(value, int)), None)
+    real = count_layers_of(config)
     small = min(num_layers, real or num_layers)
     return {key: _shrunk(key, value, config, real, small) for key, value in config.items()}
+
+
+def count_layers_of(config: Mapping[str, Any]) -> int | None:
+    """How many layers a config says that there are; None if it does not."""
+    return next((value for key, value in config.items() if _LAYERS.fullmatch(key) and isinstance(value, int)), None)
 
 
 def _shrunk(key: str, value: Any, config: Mapping[str, Any], real: int | None, small: int) -> Any:
@@ -173,7 +184,7 @@ def _shrunk(key: str, value: Any, config: Mapping[str, Any], real: int | None, s
         return value[:small]
     if isinstance(value, list) and real and key.endswith(("layers", "idx", "idxs", "ids")):
         return [entry for entry in value if not isinstance(entry, int) or entry < small]
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int) or _PATTERN.fullmatch(key):
         return value
     tiny = _tiny(key, value, small)
     heads = config.get("num_attention_heads")

@@ -9,6 +9,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,10 +21,15 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import MODEL_REMAPPING
 
 from pptrain.errors import ConfigError
-from pptrain.shrink import Config, argument_classes, completions, shrunk, tiny_config
+from pptrain.microbatch import kept_random_state
+from pptrain.pattern import FEWEST, kinds_of, layers_to_show
+from pptrain.shrink import Config, argument_classes, completions, count_layers_of, shrunk, tiny_config
 
 _TINY = 8_000_000
 """Parameters; a model with more is not what shrinking is to give."""
+
+_DEPTH = 24
+"""Layers in which a pattern is looked for where there is no real config."""
 
 _EXCEPTIONS: Mapping[str, Config] = {
     # Its forward writes to the logits of tokens by their real numbers, which MLX does not check.
@@ -51,8 +57,13 @@ def every_name() -> list[str]:
     return [name for name in names if _has_model(name)]
 
 
-def find_target(text: str, num_layers: int, full_size: bool = False) -> Target:
+def find_target(text: str, num_layers: int | None = None, full_size: bool = False) -> Target:
     """What a user named: a directory, a `config.json`, `module:Class`, a model type, or a name on the hub.
+
+    Args:
+        text: The name.
+        num_layers: Of the tiny model; None for as many as show its pattern of layers twice.
+        full_size: Whether a config's sizes stay as they are.
 
     Raises:
         ConfigError: If there is no such thing.
@@ -75,17 +86,38 @@ def find_target(text: str, num_layers: int, full_size: bool = False) -> Target:
     )
 
 
-def of_type(name: str, num_layers: int) -> Target:
+def of_type(name: str, num_layers: int | None = None) -> Target:
     """A model module of mlx-lm by its model type, with tiny values for its arguments."""
-    return Target(name, lambda: _invented_model(_module(name), num_layers))
+    return Target(name, _with_layers(lambda count: _invented_model(_module(name), count), num_layers, _DEPTH))
 
 
-def _of_config(name: str, config: Config, num_layers: int, full_size: bool) -> Target:
+def _of_config(name: str, config: Config, num_layers: int | None, full_size: bool) -> Target:
     if "model_type" not in config:
         raise ConfigError(f"[target] The config of {name} has no model_type. Expected one. Add it.")
-    small = config if full_size else shrunk(config, num_layers)
     module = _module(str(config["model_type"]))
-    return Target(name, lambda: module.Model(module.ModelArgs.from_dict(dict(small))))
+
+    def make(count: int) -> nn.Module:
+        small = config if full_size else shrunk(config, count)
+        return module.Model(module.ModelArgs.from_dict(dict(small)))
+
+    inner = config.get("text_config")
+    depth = count_layers_of(config) or (count_layers_of(inner) if isinstance(inner, dict) else None) or _DEPTH
+    return Target(name, _with_layers(make, depth if full_size else num_layers, depth))
+
+
+def _with_layers(make: Callable[[int], nn.Module], num_layers: int | None, depth: int) -> Callable[[], nn.Module]:
+    """Make a model with so many layers, or with as many as show the pattern that it has at some depth."""
+
+    @cache
+    def count() -> int:
+        try:
+            with kept_random_state():
+                return num_layers or layers_to_show(kinds_of(make(depth)))
+        except Exception:
+            # A model's own code may raise anything, and will again with few layers, where it is looked at.
+            return FEWEST
+
+    return lambda: make(count())
 
 
 def _of_class(text: str) -> Target:

@@ -18,10 +18,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from pptrain.errors import ModelError
-from pptrain.lazy import handle, mentions, overwritten, picture_of, sources
+from pptrain.lazy import handle, mentions, overwritten, picture_of
 from pptrain.model import ArraySpec, Unit, find_layers, find_slots, intercepted, replaced, units_of
 from pptrain.structure import Outcome, arrays_in, containers_in, effects, snapshot
-from pptrain.values import Call, Given, Made, Trace, Value
+from pptrain.values import Call, Given, Made, Mentions, Trace, Value
 
 SAMPLE = (1, 8)
 """Shape of the tokens with which a model is looked at: any will do to see who reads which parameter."""
@@ -154,8 +154,8 @@ class _Recorder:
                 "Expected one array of logits. Wrap the model in one that returns its logits."
             )
         source = self._sources(logits)
-        needs, reads = ((source,), frozenset[str]()) if isinstance(source, int) else source
-        tail = Value(ArraySpec.of(logits), self._counter.num_positions, needs, reads, self._mentions(logits, {}))
+        needs, reads, found = ((source,), frozenset[str](), ((source, ""),)) if isinstance(source, int) else source
+        tail = Value(ArraySpec.of(logits), self._counter.num_positions, needs, reads, found)
         found = Trace(tuple(self._units), tuple(self.calls), tuple(self.values), tail, tuple(self.strangers))
         for value in found.live:
             if value in self._changed:
@@ -170,12 +170,12 @@ class _Recorder:
         sources = self._sources(leaf)
         if isinstance(sources, int):
             return self._number.setdefault(id(leaf), sources)
-        needs, reads = sources
+        needs, reads, found = sources
         if not needs and not reads:
             self._from_tokens.add(id(leaf))
             return None
         site = max((self.values[v].site for v in needs), default=0)
-        fresh = self._add(leaf, Value(ArraySpec.of(leaf), site, needs, reads))
+        fresh = self._add(leaf, Value(ArraySpec.of(leaf), site, needs, reads, found))
         self._leaves[f"{_VALUE}{len(self.values) - 1}"] = overwritten(leaf, fresh)
         return len(self.values) - 1
 
@@ -211,28 +211,32 @@ class _Recorder:
         self.values.append(value)
         return fresh
 
-    def _sources(self, array: mx.array) -> int | tuple[tuple[int, ...], frozenset[str]]:
+    def _sources(self, array: mx.array) -> int | tuple[tuple[int, ...], frozenset[str], Mentions]:
         """The values and parameters that an array is computed from; or the value that it is, by another handle."""
-        is_leaf, names = sources(array, self._leaves)
+        is_leaf, found = mentions(array, self._leaves)
+        names = list(dict.fromkeys(name for name, _ in found))
         _refuse_state(self._model, find_layers(self._model), [self._kept[name] for name in names if name in self._kept])
         if is_leaf and names[-1].startswith(_VALUE):
             return int(names[-1].removeprefix(_VALUE))
         values = tuple(int(name.removeprefix(_VALUE)) for name in names if name.startswith(_VALUE))
-        return values, frozenset(name for name in names if not name.startswith(_VALUE))
+        reads = frozenset(name for name in names if not name.startswith(_VALUE))
+        return values, reads, tuple((_number(name), operation) for name, operation in found)
 
     def _note_mentions(self, originals: Mapping[int | None, mx.array], known: int) -> None:
-        """Where MLX comes upon what values are computed from, values of the same call included."""
-        together = {value: array for value, array in originals.items() if value is not None and value >= known}
-        self._early |= {value: array for value, array in together.items() if not self.values[value].site}
-        for value, array in together.items():
-            others = {v: other for v, other in (self._early | together).items() if v != value}
-            self.values[value] = replace(self.values[value], mentions=self._mentions(array, others))
+        """Where MLX comes upon values in the graphs of others that were made together with them.
 
-    def _mentions(self, array: mx.array, others: Mapping[int, mx.array]) -> tuple[tuple[int | str, str], ...]:
-        """`others` are values as they were made, before fresh arrays took their place."""
-        leaves = {f"{_MADE}{value}": other for value, other in others.items()}
-        found = mentions(array, self._leaves | leaves)[1]
-        return tuple((_number(name), operation) for name, operation in found)
+        `originals` are values as they were made, before fresh arrays took their place.
+        """
+        fresh = {value: array for value, array in originals.items() if value is not None and value >= known}
+        early = {value: array for value, array in fresh.items() if not self.values[value].site}
+        together = {**(self._early if early else {}), **fresh}
+        self._early |= early
+        for value, array in fresh.items() if len(together) > 1 else ():
+            others = {f"{_MADE}{v}": other for v, other in together.items() if v != value}
+            found = mentions(array, self._leaves | others)[1]
+            self.values[value] = replace(
+                self.values[value], mentions=tuple((_number(name), operation) for name, operation in found)
+            )
 
     def _note_strangers(self, position: int, layer: int, reads: Iterable[str]) -> None:
         for name in sorted(reads):

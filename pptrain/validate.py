@@ -11,23 +11,25 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from pptrain import reference
 from pptrain.errors import ModelError, PptrainError
 from pptrain.microbatch import Microbatch, count_tokens, cut, kept_random_state
-from pptrain.model import find_slots
+from pptrain.model import find_layers, find_slots
 from pptrain.pipeline import Pipeline
 from pptrain.reference import Result, number
 from pptrain.stage import Recompute
 from pptrain.target import Target
-from pptrain.trace import count_layers
+from pptrain.trace import SAMPLE, count_layers
 from transports.buffers import bytes_of
 
 Word = Literal["ok", "close", "fails on one device", "cannot be cut here"]
@@ -36,6 +38,7 @@ Variant = Literal["full", "lora", "qlora"]
 _BOUND = 1e-6
 """Of a parameter that stages share, relative to the sum over microbatches of its largest gradient; float32."""
 
+_LORA = {"rank": 4, "scale": 2.0, "dropout": 0.0}
 _SCHEDULES = ("1f1b", "zb-h1")
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "layer")
 
@@ -62,9 +65,11 @@ class Plan:
     layers: tuple[int, ...] | None = None
     """One cut, instead of all."""
     variants: tuple[Variant, ...] = get_args(Variant)
+    max_every: int = 8
+    """Layers up to which every cut is tried."""
     max_cuts: int = 28
-    """Cuts of one number of stages; more are drawn at random."""
-    max_whole: int = 6
+    """With more layers, cuts of one number of stages; more are drawn at random."""
+    max_whole: int = 7
     """With more cuts than this, each is tried in one way of every variant, the ways taking turns."""
 
 
@@ -105,9 +110,7 @@ def validate(target: Target, plan: Plan) -> Verdict:
 def _judge(target: Target, plan: Plan, verdict: Verdict) -> None:
     for variant in plan.variants:
         try:
-            model = _prepared(target, variant)
-            microbatches = _batch(model)
-            one = _one_device(model, microbatches)
+            compared = _on_one_device(target, variant, verdict)
         except Exception as error:
             # A model's own code may raise anything.
             if variant == "full":
@@ -115,29 +118,49 @@ def _judge(target: Target, plan: Plan, verdict: Verdict) -> None:
                 return
             verdict.notes.append(f"{variant} was not tried: {_short(error)}")
             continue
-        _compare_all(model, variant, microbatches, one, plan, verdict)
+        _compare_all(*compared, variant, plan, verdict)
         if verdict.word == "cannot be cut here":
             return
 
 
+def _on_one_device(target: Target, variant: Variant, verdict: Verdict) -> tuple[nn.Module, list[Microbatch], Result]:
+    """A model, its microbatches, and what one device makes of them.
+
+    Where mlx-lm's LoRA takes a weight away that the model reads by itself, LoRA goes where it does not.
+    """
+    try:
+        model = _prepared(target, variant)
+        microbatches = _batch(model)
+    except AttributeError as error:
+        if variant == "full":
+            raise
+        keys = _keys_that_run(target)
+        model = _prepared(target, variant, keys)
+        microbatches = _batch(model)
+        verdict.notes.append(f"{variant} of {', '.join(sorted(keys))} only; with all: {_short(error)}")
+    return model, microbatches, _one_device(model, microbatches)
+
+
 def _compare_all(
-    model: nn.Module, variant: Variant, microbatches: Sequence[Microbatch], one: Result, plan: Plan, verdict: Verdict
+    model: nn.Module, microbatches: Sequence[Microbatch], one: Result, variant: Variant, plan: Plan, verdict: Verdict
 ) -> None:
     try:
-        cuts = list(_cuts(count_layers(model), plan))
+        count = count_layers(model)
+        cuts = list(_cuts(count, plan))
     except ModelError as error:
         verdict.word, verdict.reason = "cannot be cut here", _short(error)
         return
     verdict.num_cuts = len(cuts)
     largest = _largest(model, microbatches)
-    for way in _ways(cuts, variant, plan):
+    whole = [] if plan.layers else [Way((count,), variant, _SCHEDULES[0], recompute) for recompute in _RECOMPUTE]
+    for way in [*whole, *_ways(cuts, variant, plan)]:
         verdict.num_runs += 1
         try:
-            found = _found(model, way, microbatches)
+            difference = _differs(model, way, microbatches, one, largest)
         except PptrainError as error:
             _note(verdict, "cannot be cut here", f"{way}: {_short(error)}")
             continue
-        if difference := _difference(*found, one, largest):
+        if difference:
             _note(verdict, "close", f"{way}: {difference}")
 
 
@@ -148,11 +171,17 @@ def _note(verdict: Verdict, word: Word, what: str) -> None:
         verdict.word, verdict.reason = word, what
 
 
-def _found(model: nn.Module, way: Way, microbatches: Sequence[Microbatch]) -> tuple[Result, frozenset[str]]:
-    """A pipeline's result, and which parameters its stages share."""
+def _differs(
+    model: nn.Module, way: Way, microbatches: Sequence[Microbatch], one: Result, largest: Mapping[str, float]
+) -> str:
+    """What a pipeline gives that one device does not; empty if nothing."""
     pipeline = Pipeline(model, layers=way.layers, schedule=way.schedule, recompute=way.recompute)
     result = pipeline.of_microbatches(microbatches)
-    return result, pipeline.shared_names
+    found = _difference(result, pipeline.shared_names, one, largest)
+    if found and pipeline.reordered:
+        layers = ", ".join(map(str, pipeline.reordered))
+        found += f"; one device adds gradients in turn from before and behind the cut at layer {layers}"
+    return found
 
 
 def _difference(result: Result, shared: Iterable[str], one: Result, largest: Mapping[str, float]) -> str:
@@ -190,7 +219,8 @@ def _cuts(num_layers: int, plan: Plan) -> Iterator[tuple[int, ...]]:
         return
     for num_stages in plan.stages:
         every = list(itertools.combinations(range(1, num_layers), num_stages - 1))
-        some = every if len(every) <= plan.max_cuts else sorted(random.Random(0).sample(every, plan.max_cuts))
+        is_small = num_layers <= plan.max_every or len(every) <= plan.max_cuts
+        some = every if is_small else sorted(random.Random(0).sample(every, plan.max_cuts))
         for ends in some:
             yield tuple(b - a for a, b in itertools.pairwise([0, *ends, num_layers]))
 
@@ -203,17 +233,40 @@ def _ways(cuts: Sequence[tuple[int, ...]], variant: Variant, plan: Plan) -> Iter
             yield Way(layers, variant, schedule, recompute)
 
 
-def _prepared(target: Target, variant: Variant) -> nn.Module:
+def _prepared(target: Target, variant: Variant, keys: Iterable[str] = ()) -> nn.Module:
     model = target.build()
     _fill_zeros(model)
     if variant == "qlora":
-        nn.quantize(model, group_size=32, bits=4, class_predicate=_can_be_quantized)
+        nn.quantize(model, group_size=32, bits=4, class_predicate=partial(_can_be_quantized, model))
     if variant != "full":
         model.freeze()
-        linear_to_lora_layers(model, len(getattr(model, "layers", [])), {"rank": 4, "scale": 2.0, "dropout": 0.0})
+        _put_lora(model, keys)
         _fill_zeros(model)
     reference.evaluate(model.parameters())
     return model
+
+
+def _put_lora(model: nn.Module, keys: Iterable[str]) -> None:
+    """Names within layers; none for mlx-lm's own choice, which is every linear module."""
+    config = {**_LORA, "keys": set(keys)} if keys else _LORA
+    linear_to_lora_layers(model, len(getattr(model, "layers", [])), config)
+
+
+def _keys_that_run(target: Target) -> set[str]:
+    """Names, within layers, of the linear modules that may have LoRA by themselves."""
+    kinds = nn.Linear | SwitchLinear
+    layers = find_layers(target.build())
+    names = {name for layer in layers for name, module in layer.named_modules() if isinstance(module, kinds)}
+    return {name for name in names if _runs_with_lora(target.build(), name)}
+
+
+def _runs_with_lora(model: nn.Module, key: str) -> bool:
+    _put_lora(model, [key])
+    try:
+        model(mx.zeros(SAMPLE, mx.int32))
+    except AttributeError:
+        return False
+    return True
 
 
 def _fill_zeros(model: nn.Module) -> None:
@@ -224,8 +277,10 @@ def _fill_zeros(model: nn.Module) -> None:
             slot.put((0.1 * mx.random.normal(array.shape)).astype(array.dtype))
 
 
-def _can_be_quantized(_: str, module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
+def _can_be_quantized(model: nn.Module, path: str, module: nn.Module) -> bool:
+    weight, wanted = getattr(module, "weight", None), getattr(model, "quant_predicate", None)
+    if wanted is not None and not wanted(path, module):
+        return False
     return hasattr(module, "to_quantized") and isinstance(weight, mx.array) and weight.shape[-1] % 32 == 0
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from pptrain.errors import ConfigError
+from pptrain.pattern import FEWEST, MOST
 from pptrain.target import every_name, find_target
 from pptrain.validate import Plan, Variant, Verdict, validate
 from pptrain.verdicts import from_json, summary, to_html, to_json, to_junit
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="every model of the installed mlx-lm")
     parser.add_argument("--stages", type=_numbers, default=(2, 3), help="numbers of stages to cut into (default 2,3)")
     parser.add_argument("--layers", type=_numbers, help="one cut instead of all: layers of each stage, as 1,3")
-    parser.add_argument("--num-layers", type=int, default=4, help="layers of the tiny model (default 4)")
+    parser.add_argument("--num-layers", type=int, help=_NUM_LAYERS)
     parser.add_argument("--full-size", action="store_true", help="a config's real sizes instead of tiny ones")
     parser.add_argument(
         "--quick", action="store_true", help="each cut in one way of each variant, the ways taking turns"
@@ -64,6 +65,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _TARGETS = "a model directory, a config.json, a model type (qwen3_moe), module:Class, or a name on the hub"
+
+
+_NUM_LAYERS = (
+    "layers of the tiny model (default: as many as show the pattern of layers twice, with what comes before and after "
+    f"it, from {FEWEST} to {MOST})"
+)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -95,7 +102,8 @@ def _here(name: str, asked: argparse.Namespace) -> Verdict:
 
 
 def _each_in_a_process(names: Sequence[str], asked: argparse.Namespace) -> list[Verdict]:
-    flags = ["--stages", ",".join(map(str, asked.stages)), "--num-layers", str(asked.num_layers)]
+    flags = ["--stages", ",".join(map(str, asked.stages))]
+    flags += ["--num-layers", str(asked.num_layers)] if asked.num_layers else []
     flags += ["--layers", ",".join(map(str, asked.layers))] if asked.layers else []
     flags += ["--full-size"] if asked.full_size else []
     flags += ["--quick"] if asked.quick else []

@@ -11,6 +11,9 @@ import mlx.core as mx
 from pptrain.model import ArraySpec, Specs, Unit
 from pptrain.structure import Outcome
 
+Mentions = tuple[tuple[int | str, str], ...]
+"""(value or parameter, the operation that reads it, or nothing where MLX comes upon it)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -23,7 +26,7 @@ class Value:
     """Values that it is computed from, in the order in which MLX comes upon them."""
     reads: frozenset[str]
     """Names of the parameters that it is computed from."""
-    mentions: tuple[tuple[int | str, str], ...] = ()
+    mentions: Mentions = ()
     """Values and parameters in its graph where MLX comes upon them, and once more, with the operation, where one reads
     them.
     """

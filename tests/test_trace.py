@@ -9,7 +9,7 @@ from tiny import Tiny, batch, leaves, llama, same_bits, tiny
 
 from pptrain import Pipeline, reference
 from pptrain.errors import ModelError
-from pptrain.lazy import sources
+from pptrain.lazy import mentions
 from pptrain.model import ArraySpec
 from pptrain.trace import count_layers, trace
 
@@ -98,15 +98,19 @@ def test_a_trace_reads_no_weight(tmp_path):
         mx.eval(model.parameters())
 
 
-def test_sources_are_the_leaves_that_an_array_is_computed_from_in_the_order_of_the_graph():
+def test_mentions_are_the_leaves_that_an_array_is_computed_from_and_who_reads_them_in_the_order_of_the_graph():
     a, b, c = mx.array([1.0]), mx.array([2.0]), mx.array([3.0])
-    assert sources(c * a + 1, {"x.a": a, "x.b": b, "x.c": c}) == (False, ["x.c", "x.a"])
+    is_leaf, found = mentions((c * a + 1) * c, {"x.a": a, "x.b": b, "x.c": c})
+    assert (is_leaf, [name for name, _ in found]) == (False, ["x.c", "x.a", "x.c", "x.a", "x.c"])
+    first, second, *reads = [operation for _, operation in found]
+    assert (first, second) == ("", "")
+    assert reads[0] == reads[1] != reads[2]
 
 
 def test_an_array_that_is_a_leaf_by_another_handle_is_told():
     a = mx.zeros((2,)) + 1
-    assert sources(a.astype(a.dtype), {"a": a}) == (True, ["a"])
-    assert sources(mx.array([1.0]), {"a": a}) == (False, [])
+    assert mentions(a.astype(a.dtype), {"a": a}) == (True, [("a", "")])
+    assert mentions(mx.array([1.0]), {"a": a}) == (False, [])
 
 
 # -- cut ---------------------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from odd_models import built
 
 from pptrain.cli import main
 from pptrain.errors import ConfigError
+from pptrain.pattern import kinds_of, layers_to_show
 from pptrain.shrink import shrunk
 from pptrain.target import Target, every_name, find_target, of_type
-from pptrain.validate import Plan, Verdict, validate
+from pptrain.validate import Plan, Verdict, _cuts, validate
 from pptrain.verdicts import from_json, summary, to_html, to_json, to_junit
 
 QUICK = Plan(max_whole=0, variants=("full", "lora"))
@@ -39,10 +40,11 @@ LAYERS = {"iquestloopcoder": 2, "nanbeige": 3}
 def test_a_model_with_this_kind_of_boundary_is_ok(name):
     verdict = validate(of_type(name, LAYERS.get(name, 4)), QUICK)
     assert (verdict.word, verdict.reason) == ("ok", "")
+    assert verdict.num_runs == 2 * (verdict.num_cuts + 2)  # and the whole model in one stage, recomputed and not
     if name == "gemma3n":  # its layers read a weight that mlx-lm's own LoRA has moved
-        assert ["lora was not tried" in note for note in verdict.notes] == [True]
+        assert ["lora of altup.modality_router, laurel.linear_left" in note for note in verdict.notes] == [True]
     else:
-        assert (verdict.num_runs, verdict.notes) == (2 * verdict.num_cuts, [])
+        assert verdict.notes == []
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,68 @@ def test_a_model_that_one_device_cannot_train_has_the_reason():
     assert verdict.is_good
 
 
+def test_a_cut_that_adds_gradients_in_another_order_than_one_device_is_close_and_says_so():
+    verdict = validate(Target("InTurn", lambda: built(odd_models.InTurn)), Plan(variants=("full",), layers=(2, 2)))
+    assert verdict.word == "close"
+    assert "one device adds gradients in turn from before and behind the cut at layer 2" in verdict.reason
+
+
+def test_every_cut_is_tried_up_to_8_layers_and_some_are_drawn_above():
+    def count(num_layers, num_stages):
+        return len(list(_cuts(num_layers, Plan(stages=(num_stages,)))))
+
+    assert [count(n, 2) for n in (4, 8, 12)] == [3, 7, 11]
+    assert [count(n, 3) for n in (4, 8, 9, 12)] == [3, 21, 28, 28]
+    assert count(8, 4) == 35  # more than are drawn above
+    assert all(sum(layers) == 12 and min(layers) > 0 for layers in _cuts(12, Plan()))
+
+
 # -- targets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kinds", "needed"),
+    [
+        ("a" * 24, 4),
+        ("ab" * 12, 4),
+        ("aaab" * 6, 8),
+        ("a" + "b" * 23, 4),  # dense first, then experts
+        ("a" + "bc" * 11 + "b", 6),  # ends in the middle of a period, and so does the tiny one
+        ("abc" * 8 + "dd", 8),
+        ("aaaaab" * 4, 12),
+        ("aaaaaaab" * 4, 16),
+        ("aaaaaaaaaab" * 4, 16),  # more than is tried
+        ("abcdefghijk", 11),
+        ("ab", 4),
+    ],
+)
+def test_so_many_layers_show_the_pattern_twice_and_what_is_around_it_once(kinds, needed):
+    assert layers_to_show(kinds) == needed
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("llama", "aaaaaaaaaaaa"),
+        ("deepseek_v3", "abbbbbbbbbbb"),  # first_k_dense_replace
+        ("jamba", "abababababab"),  # attn_layer_period
+        ("mellum", "abababababab"),  # layer_types, which only the config has
+        ("gemma3n", "ababababab" + "ac"),  # the last shares its keys and values
+        ("nemotron_h", "abcdabcdabcd"),
+    ],
+)
+def test_the_pattern_of_a_model_is_found_in_its_layers(name, pattern):
+    kinds, letters = kinds_of(of_type(name, 12).build()), {}
+    assert "".join(letters.setdefault(kind, "abcde"[len(letters)]) for kind in kinds) == pattern
+
+
+def test_a_real_config_keeps_its_period_and_gets_the_layers_to_show_it(tmp_path):
+    config = {"model_type": "gemma3_text", "hidden_size": 1152, "num_hidden_layers": 26, "intermediate_size": 6912}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window_pattern": 6, "sliding_window": 512}))
+    model = find_target(str(tmp_path)).build()
+    assert [layer.self_attn.is_sliding for layer in model.layers] == ([True] * 5 + [False]) * 2 + [True] * 2
+    assert model.args.hidden_size == 64
 
 
 def test_shrinking_keeps_patterns_ratios_and_scalings():
