@@ -12,14 +12,24 @@ from xml.etree import ElementTree
 from pptrain.page import page
 from pptrain.validate import Verdict
 
-_COLOURS = {"ok": "good", "close": "doubtful", "fails on one device": "neutral", "cannot be cut here": "bad"}
-"""Variables of the page."""
+_CLASSES = {"ok": "good", "fails on one device": "neutral", "close": "doubtful", "cannot be cut here": "bad"}
+"""The page's colours by verdict; the last need a look first."""
+
+_STYLE = """
+div { overflow-x: auto; }
+th { white-space: nowrap; }
+td.why { overflow-wrap: anywhere; min-width: 20rem; }
+details { font-size: 13px; }
+ul { padding-left: 1.2rem; margin: .3rem 0; }
+tr.good { background: var(--good); } tr.doubtful { background: var(--doubtful); }
+tr.neutral { background: var(--neutral); } tr.bad { background: var(--bad); }
+"""
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
     """How many models have each verdict."""
     counts = Counter(verdict.word for verdict in verdicts)
-    parts = [f"{counts[word]} {word}" for word in _COLOURS if counts[word]]
+    parts = [f"{counts[word]} {word}" for word in _CLASSES if counts[word]]
     return f"{len(verdicts)} models: {', '.join(parts)}"
 
 
@@ -48,22 +58,32 @@ def to_junit(verdicts: Sequence[Verdict]) -> str:
 
 
 def to_html(verdicts: Sequence[Verdict]) -> str:
-    """One page: a row a model, coloured by its verdict."""
-    head = "".join(f"<th>{title}</th>" for title in ("model", "verdict", "cuts", "runs", "seconds", "where and why"))
-    rows = "\n".join(_row(verdict) for verdict in verdicts)
+    """One page: a row a model, coloured by its verdict, what needs a look first."""
+    head = "".join(f'<th class="{kind}">{title}</th>' for title, kind in _COLUMNS)
+    urgency = list(_CLASSES)
+    rows = "\n".join(_row(verdict) for verdict in sorted(verdicts, key=lambda v: -urgency.index(v.word)))
     body = (
         f"<p>{escape(summary(verdicts))}. Every cut is compared with one device, bit by bit.</p>\n"
-        f"<table>\n<tr>{head}</tr>\n{rows}\n</table>"
+        f"<div><table>\n<tr>{head}</tr>\n{rows}\n</table></div>"
     )
-    return page("pptrain validate", body, "details { font-size: 13px; }")
+    return page("pptrain validate", body, _STYLE)
+
+
+_COLUMNS = (
+    ("model", "word"),
+    ("verdict", "word"),
+    ("cuts", "number"),
+    ("runs", "number"),
+    ("seconds", "number"),
+    ("where and why", "why"),
+)
 
 
 def _row(verdict: Verdict) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in verdict.notes)
-    more = f"<details><summary>{len(verdict.notes)} notes</summary><ul>{notes}</ul></details>" if notes else ""
-    numbers = (str(verdict.num_cuts), str(verdict.num_runs), f"{verdict.seconds:.1f}")
-    cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
-    return (
-        f'<tr style="background: var(--{_COLOURS[verdict.word]})"><td>{escape(verdict.name)}</td>'
-        f'<td class="word">{verdict.word}</td>{cells}<td>{escape(verdict.reason)}{more}</td></tr>'
-    )
+    count = f"{len(verdict.notes)} note{'s' if len(verdict.notes) > 1 else ''}"
+    more = f"<details><summary>{count}</summary><ul>{notes}</ul></details>" if notes else ""
+    tried = (str(verdict.num_cuts), str(verdict.num_runs)) if verdict.num_runs else ("\u2013", "\u2013")
+    cells = (verdict.name, verdict.word, *tried, f"{verdict.seconds:.1f}", verdict.reason)
+    *plain, why = (f'<td class="{kind}">{escape(cell)}' for cell, (_, kind) in zip(cells, _COLUMNS, strict=True))
+    return f'<tr class="{_CLASSES[verdict.word]}">{"</td>".join(plain)}</td>{why}{more}</td></tr>'
