@@ -10,13 +10,14 @@ import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import numpy as np
 
+from pptrain.agreement import exchange
 from pptrain.errors import ConfigError
 from pptrain.machine import Backend, Machine, backends, look, matrix_product_rate
 from transports import Lanes, Task, Transport, TransportError, World, detect, open_world
@@ -38,6 +39,25 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Facts:
+    """What a rank knows of itself."""
+
+    machine: Machine
+    backends: list[Backend]
+    warnings: list[str]
+
+    @classmethod
+    def look(cls) -> Facts:
+        """Of this process."""
+        return cls(look(), backends(), warnings(os.environ))
+
+    @classmethod
+    def read(cls, told: dict[str, Any]) -> Facts:
+        """Of another rank, as `asdict` makes it."""
+        return cls(Machine(**told["machine"]), [Backend(**each) for each in told["backends"]], told["warnings"])
+
+
+@dataclass(frozen=True, slots=True)
 class Links:
     """What the ranks found out together."""
 
@@ -48,6 +68,8 @@ class Links:
     speeds: list[LinkSpeed] = field(default_factory=list[LinkSpeed])
     compute: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     """Of each rank, floating-point operations a second by dtype."""
+    facts: list[Facts] = field(default_factory=list[Facts])
+    """Of each rank; nothing if a promise is broken, since a rank then hears nothing of the others."""
 
     @property
     def broken(self) -> list[Outcome]:
@@ -59,11 +81,18 @@ class Links:
 class Report:
     """Everything that the doctor has to say."""
 
-    machine: Machine
-    backends: list[Backend]
+    ranks: list[Facts]
+    """Of each rank that was heard of; of this machine, if it was looked at alone."""
     warnings: list[str]
     links: Links | None
     verdict: str
+
+    @classmethod
+    def of(cls, links: Links | None) -> Report:
+        """What this process has found out."""
+        ranks = (links.facts if links else []) or [Facts.look()]
+        told = [f"{_of_rank(rank, ranks)}{text}" for rank, facts in enumerate(ranks) for text in facts.warnings]
+        return cls(ranks, told + differences(ranks), links, verdict(links))
 
 
 def run(options: Sequence[str]) -> int:
@@ -71,12 +100,12 @@ def run(options: Sequence[str]) -> int:
     asked = _parse(options)
     backend = detect()
     if backend is None:
-        _print(Report(look(), backends(), warnings(os.environ), None, verdict(None)), asked.json)
+        _print(Report.of(None), asked.json)
         return 0
     world = open_world(backend, lanes=asked.lanes)
     links = examine(world, backend, quick=asked.quick, heavy=asked.heavy)
     if world.local_ranks[0] == 0:
-        _print(Report(look(), backends(), warnings(os.environ), links, verdict(links)), asked.json)
+        _print(Report.of(links), asked.json)
     elif links.broken:
         rank, outcome = world.local_ranks[0], links.broken[0]
         print(f"[rank {rank}] {outcome.promise} is broken: {outcome.why}", file=sys.stderr, flush=True)
@@ -151,6 +180,37 @@ def warnings(environ: Mapping[str, str]) -> list[str]:
     return []
 
 
+def differences(ranks: Sequence[Facts]) -> list[str]:
+    """What is not the same on all ranks and should be, or should be known."""
+    lines = list[str]()
+    for name, of, advice in _COMPARED:
+        values = [of(facts.machine) for facts in ranks]
+        if len(set(values)) > 1:
+            which = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
+            lines.append(f"{name} differs: {which}. {advice}")
+    return lines
+
+
+_COMPARED: Sequence[tuple[str, Callable[[Machine], str], str]] = [
+    ("system", lambda machine: machine.system, "Train, but look here first if ranks differ in what they do."),
+    (
+        "size of RDMA frames",
+        lambda machine: machine.rdma_class,
+        "JACCL refuses it: bring all to macOS 26.3 or newer.",
+    ),
+    ("chip", lambda machine: machine.chip, "Give each the layers that it has time for: pptrain plan --profile."),
+    *(
+        (name, lambda machine, name=name: machine.versions[name], "Install the same version on all.")
+        for name in ("python", "mlx", "mlx-lm", "pptrain")
+    ),
+]
+"""What is compared, and what to do where it differs."""
+
+
+def _of_rank(rank: int, ranks: Sequence[Facts]) -> str:
+    return f"rank {rank}: " if len(ranks) > 1 else ""
+
+
 def _left_out(transport: Transport, chosen: Sequence[Promise]) -> list[Outcome]:
     others = [(promise.name, why_left_out(promise, transport)) for promise in PROMISES if promise not in chosen]
     others += [(ending.name, "needs a rank to end, and is checked by the tests") for ending in ENDINGS]
@@ -174,15 +234,19 @@ def _check(world: World, promises: Sequence[Promise]) -> list[Outcome]:
 def _measure(world: World, links: Links, sizes: Sequence[int]) -> None:
     tasks = {rank: _measured(world.transport(rank), sizes) for rank in world.local_ranks}
     try:
-        speeds, compute = world.run(tasks)[world.local_ranks[0]]
+        speeds, compute, facts = world.run(tasks)[world.local_ranks[0]]
     except TransportError as error:
         links.outcomes.append(Outcome("lasts_while_it_is_measured", "broken", f"{type(error).__name__}: {error}"))
         return
     links.speeds.extend(speeds)
     links.compute.extend(compute)
+    links.facts.extend(facts)
 
 
-def _measured(transport: Transport, sizes: Sequence[int]) -> Task[tuple[list[LinkSpeed], list[dict[str, float]]]]:
+def _measured(
+    transport: Transport, sizes: Sequence[int]
+) -> Task[tuple[list[LinkSpeed], list[dict[str, float]], list[Facts]]]:
+    told = yield from exchange(transport, asdict(Facts.look()))
     speeds = yield from measure_links(transport, sizes)
     rates = np.zeros((transport.world_size, len(_COMPUTE)), np.float32)
     rates[transport.rank] = [matrix_product_rate(dtype) for dtype in _COMPUTE]
@@ -190,7 +254,7 @@ def _measured(transport: Transport, sizes: Sequence[int]) -> Task[tuple[list[Lin
     yield gathered
     names = [str(dtype).removeprefix("mlx.core.") for dtype in _COMPUTE]
     table: list[list[float]] = np.asarray(gathered.array).tolist()
-    return speeds, [dict(zip(names, row, strict=True)) for row in table]
+    return speeds, [dict(zip(names, row, strict=True)) for row in table], [Facts.read(each) for each in told]
 
 
 class _Parser(ArgumentParser):
@@ -214,26 +278,46 @@ def _print(report: Report, as_json: bool) -> None:
 
 def lines(report: Report) -> list[str]:
     """The report as text."""
-    blocks = [_machine_lines(report.machine), _backend_lines(report.backends)]
+    blocks = [_machine_lines([facts.machine for facts in report.ranks]), _backend_lines(report.ranks)]
     if report.links is not None:
         blocks += [_contract_lines(report.links), _speed_lines(report.links), _compute_lines(report.links)]
     blocks += [[f"warning    {warning}" for warning in report.warnings], [f"verdict    {report.verdict}"]]
     return [line for block in blocks if block for line in (*block, "")][:-1]
 
 
-def _machine_lines(machine: Machine) -> list[str]:
+def _machine_lines(machines: Sequence[Machine]) -> list[str]:
+    """A column for each rank."""
+    heads = [f"rank {rank}" for rank in range(len(machines))] if len(machines) > 1 else [""]
+    columns = [[head, *_machine_cells(machine)] for head, machine in zip(heads, machines, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    names = ["", "machine", "chip", "memory", *machines[0].versions]
+    rows = [
+        f"{name:<10} " + "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
+        for name, *cells in zip(names, *columns, strict=True)
+    ]
+    return rows if len(machines) > 1 else rows[1:]
+
+
+def _machine_cells(machine: Machine) -> list[str]:
     wired = machine.wired_limit_bytes
     limit = "no wired limit on this system" if wired is None else f"wired limit {_gib(wired)}"
     return [
-        f"machine    {machine.system}",
-        f"chip       {machine.chip}, MLX computes on its {machine.device}",
-        f"memory     {_gib(machine.memory_bytes)}, {limit}",
-        *(f"{name:<10} {number}" for name, number in machine.versions.items()),
+        machine.system,
+        f"{machine.chip}, MLX computes on its {machine.device}",
+        f"{_gib(machine.memory_bytes)}, {limit}",
+        *machine.versions.values(),
     ]
 
 
-def _backend_lines(found: Sequence[Backend]) -> list[str]:
-    says = [f"{b.name:<9} " + ("yes" if b.is_available else f"no: {b.why_not}. {b.what_to_do}") for b in found]
+def _backend_lines(ranks: Sequence[Facts]) -> list[str]:
+    """Every backend of the first rank, and of another one where it is another there."""
+    says = list[str]()
+    for rank, facts in enumerate(ranks):
+        for backend, first in zip(facts.backends, ranks[0].backends, strict=True):
+            if rank == 0 or backend != first:
+                where = "" if rank == 0 else f" on rank {rank}"
+                why = "yes" if backend.is_available else f"no: {backend.why_not}. {backend.what_to_do}"
+                says.append(f"{backend.name + where:<9} {why}")
     return [f"{'transports' if index == 0 else '':<10} {line}" for index, line in enumerate(says)]
 
 

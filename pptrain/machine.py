@@ -13,6 +13,8 @@ from time import perf_counter
 
 import mlx.core as mx
 
+from transports.jaccl import frame_class
+
 _MIN_MACOS_OF_JACCL = (26, 2)
 _USABLE_SHARE = 0.75
 
@@ -29,6 +31,8 @@ class Machine:
     wired_limit_bytes: int | None
     """How much of its memory the GPU may keep; None where there is no such limit."""
     versions: dict[str, str]
+    rdma_class: str = ""
+    """Which size of RDMA frames JACCL uses here; nothing where there is no JACCL."""
 
     @property
     def usable_bytes(self) -> float:
@@ -56,6 +60,7 @@ def look() -> Machine:
         device=mx.default_device().type.name,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         wired_limit_bytes=None if wired is None else int(wired),
+        rdma_class=frame_class() if platform.system() == "Darwin" else "",
         versions={"python": platform.python_version()} | {name: version(name) for name in ("mlx", "mlx-lm", "pptrain")},
     )
 

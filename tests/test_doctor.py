@@ -16,6 +16,7 @@ from pptrain.machine import Backend, Machine, jaccl, matrix_product_rate, ring
 from transports import LoopbackWorld
 from transports.contract import MIB, PROMISES, in_one_run
 from transports.endings import ENDINGS
+from transports.jaccl import frame_class
 from transports.measure import LinkSpeed
 
 DOCTOR = ["-m", "pptrain", "doctor"]
@@ -42,9 +43,10 @@ def test_alone_it_says_what_the_machine_is(capsys: pytest.CaptureFixture[str]) -
 def test_alone_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert sorted(said["machine"]["versions"]) == ["mlx", "mlx-lm", "pptrain", "python"]
-    assert said["machine"]["memory_bytes"] > 2**30
-    assert [backend["name"] for backend in said["backends"]] == ["loopback", "ring", "jaccl"]
+    [here] = said["ranks"]
+    assert sorted(here["machine"]["versions"]) == ["mlx", "mlx-lm", "pptrain", "python"]
+    assert here["machine"]["memory_bytes"] > 2**30
+    assert [backend["name"] for backend in here["backends"]] == ["loopback", "ring", "jaccl"]
     assert (said["links"], said["warnings"]) == (None, [])
 
 
@@ -116,6 +118,7 @@ def test_over_a_ring_as_json() -> None:
     for speed in links["speeds"]:
         assert speed["latency_seconds"] > 0
         assert 0 < speed["bytes_per_second"][str(MIB)] < 1e12
+    assert [facts["machine"]["memory_bytes"] > 2**30 for facts in json.loads(ended[0].stdout)["ranks"]] == [True] * 2
     assert [sorted(rates) for rates in links["compute"]] == [["bfloat16", "float32"]] * 2
 
 
@@ -144,6 +147,7 @@ def test_an_honest_link_keeps_everything_that_was_chosen() -> None:
     expected = [p.name for p in in_one_run(LiarWorld(Honest).transport(0)) if not p.is_large]
     assert [outcome.promise for outcome in links.outcomes if outcome.result == "kept"] == expected
     assert len(links.speeds) == 2
+    assert links.facts == [doctor.Facts.look()] * 2
 
 
 @pytest.mark.parametrize(
@@ -185,7 +189,8 @@ def test_the_report_as_text() -> None:
     ]
     outcomes = [doctor.Outcome("keeps_barriers", "kept"), doctor.Outcome("sends", "left out", "because")]
     links = doctor.Links("ring", "directional", 2, outcomes, speeds, [{"float32": 1.5e13}, {"float32": 2e12}])
-    said = doctor.Report(machine, [Backend("ring", True)], ["Mind."], links, doctor.verdict(links))
+    facts = doctor.Facts(machine, [Backend("ring", True)], [])
+    said = doctor.Report([facts], ["Mind."], links, doctor.verdict(links))
     assert (
         "\n".join(doctor.lines(said))
         == """\
@@ -212,3 +217,50 @@ warning    Mind.
 verdict    All 1 promises that were checked hold over ring between 2 ranks; the slowest link, from rank 1 to rank 0, \
 carries 4.00 GB/s in messages of 64 MB."""
     )
+
+
+def facts(system: str, chip: str, mlx: str, *told: str, has_jaccl: bool = True) -> doctor.Facts:
+    versions = {"python": "3.12.1", "mlx": mlx, "mlx-lm": "0.32.2", "pptrain": "0.1.0"}
+    rdma_class = frame_class(system.removeprefix("macOS "))
+    machine = Machine(system, chip, "gpu", 128 << 30, 96 << 30, versions, rdma_class)
+    return doctor.Facts(machine, [Backend("jaccl", has_jaccl, "" if has_jaccl else "old", "Update.")], list(told))
+
+
+def test_the_facts_of_all_ranks_stand_side_by_side() -> None:
+    ranks = [facts("macOS 26.3", "M4 Max", "0.32.4"), facts("macOS 26.2.1", "M3", "0.32.4", has_jaccl=False)]
+    said = doctor.Report(ranks, [], None, "Fine.")
+    assert (
+        "\n".join(doctor.lines(said))
+        == """\
+           rank 0                           rank 1
+machine    macOS 26.3                       macOS 26.2.1
+chip       M4 Max, MLX computes on its gpu  M3, MLX computes on its gpu
+memory     128.0 GiB, wired limit 96.0 GiB  128.0 GiB, wired limit 96.0 GiB
+python     3.12.1                           3.12.1
+mlx        0.32.4                           0.32.4
+mlx-lm     0.32.2                           0.32.2
+pptrain    0.1.0                            0.1.0
+
+transports jaccl     yes
+           jaccl on rank 1 no: old. Update.
+
+verdict    Fine."""
+    )
+
+
+def test_what_differs_between_ranks_is_a_warning() -> None:
+    one, other = facts("macOS 26.3", "M4 Max", "0.32.4"), facts("macOS 26.2", "M3", "0.32.5")
+    assert doctor.differences([one, one]) == []
+    found = doctor.differences([one, other, one])
+    assert [line.split(" differs: ")[0] for line in found] == ["system", "size of RDMA frames", "chip", "mlx"]
+    assert "rank 0 has 0.32.4, rank 1 has 0.32.5, rank 2 has 0.32.4. Install the same version" in found[-1]
+    assert doctor.differences([one, facts("macOS 26.4", "M4 Max", "0.32.4")]) == [
+        "system differs: rank 0 has macOS 26.3, rank 1 has macOS 26.4. Train, but look here first if ranks differ in "
+        "what they do."
+    ]
+
+
+def test_a_warning_names_its_rank() -> None:
+    links = doctor.Links("ring", "single", 2, [doctor.Outcome("a", "kept")], [LinkSpeed(0, 1, 1, {MIB: 1})])
+    links.facts.extend([facts("macOS 26.3", "M3", "0.32.4"), facts("macOS 26.3", "M3", "0.32.4", "Mind.")])
+    assert doctor.Report.of(links).warnings == ["rank 1: Mind."]

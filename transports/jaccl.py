@@ -88,9 +88,13 @@ def check_devices(devices: list[object], rank: int, peers: set[int], where: str)
         raise TransportSetupError(f"{where}: entry {rank} is {row!r}, which names no device to rank {missing[0]}.")
 
 
-def frame_class() -> str:
-    """RDMA frames have another size from macOS 26.3 on, so both ends must be on the same side of it."""
-    version = [int(part) for part in platform.mac_ver()[0].split(".") if part.isdecimal()]
+def frame_class(macos: str | None = None) -> str:
+    """RDMA frames have another size from macOS 26.3 on, so both ends must be on the same side of it.
+
+    Args:
+        macos: A version, as `26.2.1`; that of this machine if left out.
+    """
+    version = [int(part) for part in (macos or platform.mac_ver()[0]).split(".") if part.isdecimal()]
     return "macOS 26.3 or newer" if version >= [26, 3] else "before macOS 26.3"
 
 
