@@ -187,10 +187,12 @@ def show(seen: dict[str, list[float]], args: argparse.Namespace) -> None:
         "checked messages over unchecked": ("two ranks, 1f1b, checked messages", "two ranks, 1f1b", 1.0),
         "a single lane over directional ones, 1f1b": ("two ranks, 1f1b, a single lane", "two ranks, 1f1b", 1.0),
     }
-    ratios = {name: median[a] / median[b] / by for name, (a, b, by) in pairs.items() if {a, b} <= median.keys()}
-    print("\n| ratio | seen |\n|---|---|")
-    for name, ratio in ratios.items():
-        print(f"| {name} | {ratio:.3f} |")
+    pairs = {name: pair for name, pair in pairs.items() if {*pair[:2]} <= median.keys()}
+    ratios = {name: median[a] / median[b] / by for name, (a, b, by) in pairs.items()}
+    print("\n| ratio | seen | in single rounds |\n|---|---|---|")
+    for name, (a, b, by) in pairs.items():
+        of_rounds = [x / y / by for x, y in zip(by_round(seen[a], args), by_round(seen[b], args), strict=True)]
+        print(f"| {name} | {ratios[name]:.3f} | {min(of_rounds):.3f} to {max(of_rounds):.3f} |")
     machine = {
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -199,6 +201,12 @@ def show(seen: dict[str, list[float]], args: argparse.Namespace) -> None:
         **{name: version(name) for name in ("mlx", "mlx-lm", "pptrain")},
     }
     print("\n" + json.dumps({"seconds": seen, "median": median, "ratios": ratios, "tokens": args.tokens, **machine}))
+
+
+def by_round(steps: list[float], args: argparse.Namespace) -> list[float]:
+    """The median of each round."""
+    count = args.iters - LEFT_OUT
+    return [statistics.median(steps[start : start + count]) for start in range(0, len(steps), count)]
 
 
 def processor() -> str:

@@ -6,17 +6,21 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from backends import RINGS, Backend
-from processes import report, run_ranks
+from processes import free_ports, report, run_ranks
 from ring_rank import ENDING_TIMEOUT_SECONDS
 
 from transports import JacclWorld, LoopbackWorld, RingWorld, TransportSetupError, detect, open_world
 from transports.contract import PROMISES, in_one_run
 from transports.endings import ENDINGS, Ended, Ending
+from transports.jaccl import frame_class
+from transports.meeting import meet
 
 RANK = str(Path(__file__).with_name("ring_rank.py"))
 
@@ -235,6 +239,42 @@ def test_a_wrong_set_up_of_jaccl_is_named(
 def test_a_machine_without_jaccl_says_so(tmp_path: Path) -> None:
     with pytest.raises(TransportSetupError, match="no jaccl backend on this machine"):
         JacclWorld(environ={**JACCL, "MLX_IBV_DEVICES": _hosts(tmp_path, DEVICES)})
+
+
+@pytest.mark.parametrize(("value", "times"), [("1", 1), ("0", 0), ("", 0)])
+def test_a_variable_that_makes_jaccl_hang_is_a_warning(tmp_path: Path, caplog, value: str, times: int) -> None:
+    devices = _hosts(tmp_path, DEVICES)
+    with suppress(TransportSetupError):  # Where there is no JACCL; where there is, the other rank does not come.
+        JacclWorld(environ={**JACCL, "MLX_IBV_DEVICES": devices, "MLX_METAL_FAST_SYNCH": value}, start_seconds=0.1)
+    assert caplog.text.count("MLX_METAL_FAST_SYNCH is set: with it deadlocks were reported") == times
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("26.3", "macOS 26.3 or newer"), ("26.10.1", "macOS 26.3 or newer"), ("27", "macOS 26.3 or newer")]
+    + [(version, "before macOS 26.3") for version in ("26.2.9", "26", "15.7.1")],
+)
+def test_the_class_of_a_macos(version: str, expected: str) -> None:
+    assert frame_class(version) == expected
+
+
+def test_ranks_of_different_systems_do_not_begin() -> None:
+    """As JACCL compares both ends' class of macOS."""
+    [port] = free_ports(1)
+    guest_says = list[TransportSetupError]()
+
+    def comes() -> None:
+        with pytest.raises(TransportSetupError) as error:
+            meet(1, 2, ("127.0.0.1", port), "hosts", frame_class("26.2"), limit_seconds=5)
+        guest_says.append(error.value)
+
+    guest = threading.Thread(target=comes)
+    guest.start()
+    with pytest.raises(TransportSetupError, match="Rank 1 of 2 has not come"):
+        meet(0, 2, ("127.0.0.1", port), "hosts", frame_class("26.3"), limit_seconds=5)
+    guest.join()
+    assert "Rank 1 has system 'before macOS 26.3', but rank 0" in str(guest_says[0])
+    assert "has 'macOS 26.3 or newer'. Expected the same on every rank." in str(guest_says[0])
 
 
 # What was started, and what is asked for.

@@ -1,6 +1,14 @@
 """MLX's JACCL: RDMA over Thunderbolt 5, always a single lane.
 
 Its completion queues and buffers are shared by all operations, so two at once would take each other's completions.
+
+Whether a message gets lost whose receiver has posted no receive is not known, but the queue pairs are of the unreliable
+kind. What is done about it: all ranks begin together after a barrier; every pair of a send and its receive stands in
+one sequence that all ranks follow, so the receiver comes to a receive with nothing else under way; and in checked mode
+what came is compared. What is not done is to post receives before they are waited for. MLX posts a receive and then
+polls until the message is there, in one call that holds the lane's stream. `mx.async_eval` would let a receive begin as
+soon as the communication before it is over, while its rank computes. But its sender may be further ahead than that, so
+the gap would be smaller and not closed; MLX's own collectives leave the same gap; and the polling takes a core.
 """
 
 from __future__ import annotations
@@ -53,9 +61,9 @@ class JacclWorld(GroupWorld):
         peers = peers_of(rank, len(devices), environ)
         check_devices(devices, rank, peers, where)
         coordinator = _check_coordinator(environ)
-        check_available("jaccl")
         if environ.get("MLX_METAL_FAST_SYNCH", "0") not in ("", "0"):
             logger.warning("MLX_METAL_FAST_SYNCH is set: with it deadlocks were reported. Unset it.")
+        check_available("jaccl")
         connections = meet(
             rank, len(devices), coordinator, "MLX_JACCL_COORDINATOR", frame_class(), limit_seconds=start_seconds
         )

@@ -72,31 +72,36 @@ def _listen(address: Address, where: str) -> socket.socket:
 
 
 def _receive_all(world_size: int, address: Address, where: str, system: str, deadline: float) -> Connections:
-    door, hall = _listen(address, where), socket.create_server((address[0], 0))
-    welcome = {"port": hall.getsockname()[1], "token": secrets.token_hex(8), "world_size": world_size, "system": system}
     came = dict[int, socket.socket]()
-    while len(came) < world_size - 1:
-        guest = _next_guest(door, deadline)
-        if guest is None:
-            missing = [str(rank) for rank in range(1, world_size) if rank not in came]
-            raise TransportSetupError(
-                f"Rank {', '.join(missing)} of {world_size} has not come to rank 0 at {address[0]}:{address[1]}. "
-                f"Expected every rank of {where} in time. See whether its process runs, and reaches this address."
-            )
-        with guest:
-            _say(guest, welcome)
-            if not _hear(guest):  # refused, and said why at its own end
-                continue
-        entered = _next_guest(hall, deadline)
-        hello = _hear(entered) if entered else {}
-        if entered and hello.get("token") == welcome["token"]:
-            came[int(hello["rank"])] = entered
+    with _listen(address, where) as door, socket.create_server((address[0], 0)) as hall:
+        welcome = {"port": hall.getsockname()[1], "token": secrets.token_hex(8)}
+        welcome |= {"world_size": world_size, "system": system}
+        while len(came) < world_size - 1:
+            guest = _next_guest(door, deadline)
+            if guest is None:
+                raise _not_all_came(came, world_size, address, where)
+            with guest:
+                _say(guest, welcome)
+                if not _hear(guest):  # refused, and said why at its own end
+                    continue
+            entered = _next_guest(hall, deadline)
+            hello = _hear(entered) if entered else {}
+            if entered and hello.get("token") == welcome["token"]:
+                came[int(hello["rank"])] = entered
     # MLX listens at the same address next: nobody may begin to connect before this door is closed.
-    door.close()
-    hall.close()
     for guest in came.values():
         _say(guest, {"begin": True})
     return sorted(came.items())
+
+
+def _not_all_came(came: dict[int, socket.socket], world_size: int, address: Address, where: str) -> TransportSetupError:
+    for guest in came.values():
+        guest.close()
+    missing = [str(rank) for rank in range(1, world_size) if rank not in came]
+    return TransportSetupError(
+        f"Rank {', '.join(missing)} of {world_size} has not come to rank 0 at {address[0]}:{address[1]}. "
+        f"Expected every rank of {where} in time. See whether its process runs, and reaches this address."
+    )
 
 
 def _join(rank: int, world_size: int, address: Address, where: str, system: str, deadline: float) -> socket.socket:
