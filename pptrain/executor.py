@@ -6,7 +6,7 @@ processes each wait blocks. MLX evaluates here and in the transports only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +25,15 @@ from transports.buffers import bytes_of, fill, poisoned
 def materialize(*trees: Any) -> None:
     """Evaluate arrays, in trees or not: weights when they are loaded, parameters and moments after an update."""
     mx.eval(*trees)
+
+
+def materialize_each(arrays: Iterable[mx.array]) -> None:
+    """Evaluate arrays one after the other, so that what one is made from is let go of before the next is read.
+
+    Together, MLX would first read all parts of several arrays: experts that are stacked when they are loaded.
+    """
+    for array in arrays:
+        mx.eval(array)
 
 
 class Executor:

@@ -33,6 +33,7 @@ from pptrain.config import TrainConfig
 from pptrain.data import Data, load_data
 from pptrain.durable import At, nothing, write_whole
 from pptrain.errors import ConfigError, SaveError
+from pptrain.fetch import fetched
 from pptrain.machine import look
 from pptrain.microbatch import cross_entropy, kept_random_state
 from pptrain.perfetto import chrome_trace
@@ -105,8 +106,11 @@ def execute(config: TrainConfig, at: At = nothing, command: Sequence[str] = ()) 
         SaveError: If what was trained cannot be written.
         TransportError: What went wrong on the wire.
     """
-    with opened(config) as world:
-        loaded = load_base(config)
+    with (
+        opened(config) as world,
+        fetched(config, world, lambda loaded: _own_names(config, loaded, world)) as directory,
+    ):
+        loaded = load_base(config, directory)
         sizes = cut_sizes(config, world, count_layers(loaded.model))
         data = load_data(config, loaded.tokenizer, vocabulary_size(loaded))
         if config.train:
@@ -124,6 +128,13 @@ def execute(config: TrainConfig, at: At = nothing, command: Sequence[str] = ()) 
         fingerprint = fingerprint_of(settings, data.training_fingerprint()[:12])
         settings["layers"] = ",".join(map(str, sizes))
         return _carry_out(_Job(config, loaded, data, pipeline, settings, fingerprint, command, at))
+
+
+def _own_names(config: TrainConfig, loaded: Loaded, world: World) -> set[str]:
+    """What this process's stages read of a model that has no adapters yet."""
+    sizes = cut_sizes(config, world, count_layers(loaded.model))
+    pipeline = make_pipeline(config, loaded, sizes, world)
+    return {name for rank in world.local_ranks for name in pipeline.own_names(rank)}
 
 
 def _carry_out(job: _Job) -> Done:

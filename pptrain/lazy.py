@@ -82,6 +82,48 @@ def _arrays(picture: str) -> list[str]:
     return [array for array, *_ in _LINES.findall(picture) if array]
 
 
+def origins(ends: Mapping[str, mx.array], leaves: Mapping[str, mx.array]) -> dict[str, set[str]]:
+    """Which of the leaves each of many unevaluated arrays is computed from, found in one walk.
+
+    Returns:
+        For each end the names of its leaves; an array that is itself a leaf is its own.
+    """
+    same = {id(array): name for name, array in leaves.items()}
+    found = {end: {same[id(array)]} for end, array in ends.items() if id(array) in same}
+    computed = [end for end in ends if end not in found]
+    known = {f"leaf:{number}": name for number, name in enumerate(leaves)}
+    named = dict(zip(known, leaves.values(), strict=True))
+    marked = {f"{_END}{number}": ends[end] for number, end in enumerate(computed)}
+    into = _edges(marked, named) if computed else {}
+    for number, end in enumerate(computed):
+        mark = f"{_END}{number}"
+        names = _above(mark, into, known) if mark in into else sources(ends[end], leaves)[1]
+        found[end] = set(names)
+    return {end: found[end] for end in ends}
+
+
+def _edges(ends: Mapping[str, mx.array], leaves: Mapping[str, mx.array]) -> dict[str, list[str]]:
+    """What goes into each node of the graph of several arrays."""
+    picture, into = io.StringIO(), dict[str, list[str]]()
+    mx.export_to_dot(picture, *ends.values(), **{**ends, **leaves})
+    for source, node in re.findall(r'^"?([^"\n]+?)"? -> "?([^"\n]+?)"?$', picture.getvalue(), re.MULTILINE):
+        into.setdefault(node, []).append(source)
+    return into
+
+
+def _above(node: str, into: Mapping[str, list[str]], known: Mapping[str, str]) -> set[str]:
+    """The leaves from which a node can be come to."""
+    found, seen, left = set[str](), {node}, [node]
+    while left:
+        for source in into.get(left.pop(), ()):
+            if source in known:
+                found.add(known[source])
+            elif source not in seen:
+                seen.add(source)
+                left.append(source)
+    return found
+
+
 def picture_of(end: mx.array, **leaves: mx.array) -> str:
     """The graph as text."""
     picture = io.StringIO()

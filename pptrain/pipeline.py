@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pptrain import partition
 from pptrain.checkpoint import gather
 from pptrain.errors import ConfigError, ModelError
-from pptrain.executor import Executor, materialize
+from pptrain.executor import Executor, materialize_each
 from pptrain.microbatch import Microbatch, TokenLoss, count_tokens, cross_entropy, cut, kept_random_state
 from pptrain.model import Slot, find_slots, has_dropout, trainable_names
 from pptrain.optimizer import (
@@ -226,7 +226,7 @@ class Pipeline:
     def load(self) -> None:
         """Read the local stages' own weights, and nothing else, from disk."""
         self._prepare()
-        materialize([self.slots[name].array for rank in self.world.local_ranks for name in self.own_names(rank)])
+        materialize_each(self.slots[name].array for rank in self.world.local_ranks for name in self.own_names(rank))
 
     def run(self, task: Callable[[Transport], Task[T]]) -> list[T]:
         """Run a task on each local rank; what each returned, in the order of ranks."""

@@ -42,29 +42,38 @@ class Loaded:
     path: Path
 
 
-def load_base(config: TrainConfig) -> Loaded:
+def load_base(config: TrainConfig, directory: Path | None = None) -> Loaded:
     """Load the model that a run starts from; no weight is read before somebody evaluates it.
+
+    Args:
+        config: Names the model.
+        directory: Where it lies, if not where its name says.
 
     Raises:
         ModelError: If there is no such model, or mlx-lm cannot load it.
     """
     np.random.seed(config.seed)
-    trust = config.trust_remote_code
+    trust, where = config.trust_remote_code, str(directory or config.model)
     try:
         model, tokenizer, model_config = load(  # pyright: ignore[reportAssignmentType]
-            config.model,
+            where,
             tokenizer_config={"trust_remote_code": trust},
             lazy=True,
             return_config=True,
             trust_remote_code=trust,
         )
-        path = Path(config.model) if Path(config.model).exists() else hf_repo_to_path(config.model)
+        path = Path(where) if Path(where).exists() else hf_repo_to_path(where)
     except Exception as error:  # whatever mlx-lm, transformers or the hub raise: the cause is in the message
-        raise ModelError(
-            f"[model] Cannot load {config.model}: {type(error).__name__}: {' '.join(str(error).split())}. Expected a "
-            "directory with config.json and safetensors files, or the name of a model on the hub. Check --model."
-        ) from error
+        raise cannot_load(config.model, error) from error
     return Loaded(model, tokenizer, model_config, path)
+
+
+def cannot_load(model: str, error: Exception) -> ModelError:
+    """What is said of a model that cannot be had."""
+    return ModelError(
+        f"[model] Cannot load {model}: {type(error).__name__}: {' '.join(str(error).split())}. Expected a "
+        "directory with config.json and safetensors files, or the name of a model on the hub. Check --model."
+    )
 
 
 def prepare_training(model: nn.Module, config: TrainConfig) -> None:

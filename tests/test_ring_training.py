@@ -103,6 +103,7 @@ def test_a_rank_holds_its_own_weights_and_a_tenth_more(tmp_path, demo_directory)
         assert rank["own"] < 0.6 * rank["whole"]
         assert rank["before"] < 0.01 * rank["whole"]
         assert rank["own"] <= rank["active"] <= 1.1 * rank["own"]
+        assert rank["peak"] <= 1.1 * rank["own"] + rank["largest"]
 
 
 def write_wide_model(tmp_path: Path, demo_directory: Path) -> Path:
