@@ -498,13 +498,15 @@ def worlds() -> st.SearchStrategy[WorldCase]:
 class OptimizerCase:
     """One of MLX's optimizers, and how far gradients may reach."""
 
-    name: Literal["adam", "adamw", "sgd"]
+    name: Literal["adam", "adamw", "sgd", "adafactor"]
     max_grad_norm: float | None
 
     def build(self, eps: float = 1e-8) -> optim.Optimizer:
         """A new optimizer, without state."""
         if self.name == "sgd":
             return optim.SGD(learning_rate=1e-2, momentum=0.9)
+        if self.name == "adafactor":
+            return optim.Adafactor(learning_rate=1e-2, relative_step=False, scale_parameter=False)
         kind = optim.Adam if self.name == "adam" else optim.AdamW
         return kind(learning_rate=1e-2, eps=eps)
 

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,6 +40,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_map, tree_unflatten
 from strategies import (
     SPLIT,
+    Adapter,
     BatchCase,
     Case,
     ModelCase,
@@ -57,12 +60,18 @@ from strategies import (
 )
 
 from pptrain import reference
+from pptrain.config import TrainConfig
 from pptrain.errors import BatchError
+from pptrain.job import open_checkpoints
 from pptrain.microbatch import Microbatch, count_tokens, cross_entropy, cut, loss_share
 from pptrain.optimizer import add_shared
 from pptrain.pipeline import Pipeline
+from pptrain.progress import Progress, mlx_state, numpy_state
+from pptrain.saving import Checkpoints
 
 NUM_STEPS = 5
+SETTINGS = {"seed": "0"}
+"""Of checkpoints: the same each time."""
 
 SMOOTH = 1e-2
 """Adam's eps where a parameter is shared. Adam divides by |g| + eps: with a small one, an element whose gradient is all
@@ -222,7 +231,13 @@ def kind_of(name: str) -> str:
     return name.rpartition(".")[2] if name.startswith("moments") else name.partition(".")[0]
 
 
-def check_steps(case: Case, optimizer: OptimizerCase, steps: Sequence[Sequence[Microbatch]]) -> None:
+TakeUp = Callable[[int, Pipeline, OneDevice, Callable[[], OneDevice]], tuple[Pipeline, OneDevice]]
+"""Given the number of the step that comes next, what steps, its model and optimizer, and how to make others."""
+
+
+def check_steps(
+    case: Case, optimizer: OptimizerCase, steps: Sequence[Sequence[Microbatch]], take_up: TakeUp | None = None
+) -> None:
     """After each step loss and norm are the reference's, and at the end every parameter and moment is."""
     is_exact = len(case.layers) == 1 or not case.model.is_shared
     limit, eps = optimizer.max_grad_norm, 1e-8 if is_exact else SMOOTH
@@ -235,6 +250,8 @@ def check_steps(case: Case, optimizer: OptimizerCase, steps: Sequence[Sequence[M
     nudged = [] if is_exact else [one_device(nudge) for nudge in NUDGES]
     pipeline = pipeline_of(ours.model, case)
     for number, microbatches in enumerate(steps):
+        if take_up is not None:
+            pipeline, ours = take_up(number, pipeline, ours, one_device)
         done = pipeline.step_microbatches(ours.optimizer, microbatches, max_grad_norm=limit)
         result, norm = one.step(number, microbatches)
         assert done.num_tokens == result.num_tokens
@@ -263,6 +280,45 @@ def test_five_steps_leave_the_parameters_and_moments_of_one_device(case: Case, o
     while len(batches) < NUM_STEPS:
         batches.append(batches[-1].next())
     check_steps(case, optimizer, [cut(batch.tokens, batch.bounds, case.num_microbatches) for batch in batches])
+
+
+# By the step before which a checkpoint is gone on from, so many layers a stage, and in this order.
+CHANGES = {3: ((3, 1), "gpipe"), 6: ((4,), "sequential"), 9: ((2, 1, 1), "zb-h1")}
+
+
+@pytest.mark.parametrize("name", ["adam", "adafactor"])
+@pytest.mark.parametrize("adapter", ["lora", "dora", "full"])
+def test_a_shared_parameter_over_changes_of_stages_is_as_near_to_one_device_as_over_steps(
+    adapter: Adapter, name: Literal["adam", "adafactor"], tmp_path: Path
+):
+    """Three, two, one and three stages; what is gone on from is what was left, to the bit, copies included."""
+    dropout = 0.0 if adapter == "full" else 0.1
+    model = ModelCase(
+        "llama", 4, 2, True, "float32", 1, adapter, False, (0, 1, 2, 3), True, True, False, dropout, seed=5
+    )
+    assert model.is_shared
+    batch = BatchCase(6, ((1, 6), (2, 5), (1, 3), (3, 9)), seed=11)
+    case = Case(model, (1, 1, 2), batch, 2, "1f1b", "none", WorldCase(0, "single", 3), seed=7)
+
+    def take_up(number: int, pipeline: Pipeline, left: OneDevice, make: Callable[[], OneDevice]) -> Any:
+        if number not in CHANGES:
+            return pipeline, left
+        layers, schedule = CHANGES[number]
+        progress = Progress(number, pipeline.num_steps, 0, number, numpy_state(), numpy_state(), mlx_state())
+        assert Checkpoints(tmp_path, 2, SETTINGS).save(pipeline, left.optimizer, progress)
+        found = make()
+        later = pipeline_of(found.model, replace(case, layers=layers, schedule=schedule))
+        config = TrainConfig(checkpoint_dir=str(tmp_path), resume="auto")
+        progress, _ = open_checkpoints(config, later, found.optimizer, SETTINGS)
+        assert progress is not None
+        later.num_steps = progress.num_steps
+        assert (number, later.num_steps, not differing(found.state(), left.state())) == (number, number, True)
+        return later, found
+
+    steps = [batch]
+    while len(steps) < 12:
+        steps.append(steps[-1].next())
+    check_steps(case, OptimizerCase(name, 0.1), [cut(each.tokens, each.bounds, 2) for each in steps], take_up)
 
 
 @examples(0.25)
