@@ -32,7 +32,7 @@ from pptrain.checkpoint import (
 from pptrain.config import TrainConfig
 from pptrain.data import Data, load_data
 from pptrain.durable import At, nothing, write_whole
-from pptrain.errors import ConfigError, SaveError
+from pptrain.errors import ConfigError, NonFiniteError, SaveError
 from pptrain.fetch import fetched
 from pptrain.machine import look
 from pptrain.microbatch import cross_entropy, kept_random_state
@@ -374,6 +374,9 @@ def opened(config: TrainConfig) -> Generator[World]:
     world = _open(config)
     try:
         yield world
+    except NonFiniteError:
+        world.close()  # Every rank ends by it alike, none because of another.
+        raise
     except BaseException as error:
         world.fail(error)  # The other ranks would wait for this one.
         raise

@@ -223,9 +223,9 @@ class Run:
         except NonFiniteError as error:
             self._not_finite(error, iteration, len(window))
             return [math.nan] * len(window), False
+        finally:
+            _clear_cache(self.config)
         self.grad_norm = result.grad_norm
-        if mx.get_cache_memory() > self.config.clear_cache_threshold:
-            mx.clear_cache()
         return _losses_of(window, result), result.num_asking > 0
 
     def _not_finite(self, error: NonFiniteError, iteration: int, num_batches: int) -> None:
@@ -280,7 +280,14 @@ def evaluate(engine: Engine, data: Any, config: TrainConfig, num_batches: int) -
     for _, microbatches in zip(numbers, batches(data, config), strict=False):
         total += engine.loss_sum(microbatches)
         tokens += _tokens(microbatches)
+        _clear_cache(config)
     return total / tokens if tokens else math.nan
+
+
+def _clear_cache(config: TrainConfig) -> None:
+    """After each update and each batch of an evaluation, as mlx-lm does."""
+    if mx.get_cache_memory() > config.clear_cache_threshold:
+        mx.clear_cache()
 
 
 def _losses_of(window: Sequence[Sequence[Microbatch]], result: StepResult) -> list[float]:

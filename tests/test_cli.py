@@ -185,6 +185,7 @@ def test_layers_auto_trains_with_the_balanced_cut_and_writes_the_same_adapters(d
     cut = re.search(r"Balanced cut: --layers (\d+,\d+)\n", capsys.readouterr().out)
     assert cut is not None
     assert sum(map(int, cut[1].split(","))) == 6
+    assert json.loads((tmp_path / "auto" / "run.json").read_text())["settings"]["layers"] == cut[1]
     assert main(flags(demo_directory, tmp_path / "listed", "--layers", cut[1])) == 0
     found, expected = (mx.load(str(tmp_path / name / "adapters.safetensors")) for name in ("auto", "listed"))
     assert_bit_equal(found, expected)

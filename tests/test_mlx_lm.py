@@ -98,6 +98,27 @@ def test_one_stage_with_one_microbatch_is_mlx_lm_loras_run(fine_tune_type, demo_
         assert relative_difference(mine, other) < 1e-5
 
 
+@pytest.mark.parametrize("fine_tune_type", ["lora", "dora", "full"])
+def test_adapters_go_from_mlx_lm_to_us_and_back_and_both_train_on(fine_tune_type, demo_directory, tmp_path):
+    def adapters(directory):
+        return dict(sorted(mx.load(str(directory / "adapters.safetensors")).items()))
+
+    path = write_yaml(tmp_path, demo_directory, fine_tune_type=fine_tune_type)
+    settings = json.loads(path.read_text())
+    run_mlx_lm(path)
+    first = tmp_path / "theirs"
+    out, _ = run_ours(path, "--stages", "3", "--iters", "0", "--resume-adapter-file", f"{first}/adapters.safetensors")
+    assert_bit_equal(adapters(out), adapters(first))
+    for iters, same in ((0, assert_bit_equal), (3, lambda a, b: None)):
+        resumed = {"iters": iters, "resume_adapter_file": str(out / "adapters.safetensors")}
+        path.write_text(json.dumps({**settings, **resumed, "adapter_path": str(tmp_path / f"back{iters}")}))
+        run_mlx_lm(path)
+        same(adapters(tmp_path / f"back{iters}"), adapters(out))
+    on, _ = run_ours(path, "--stages", "2", "--microbatches", "1")
+    assert relative_difference(adapters(on), adapters(tmp_path / "back3")) < 1e-5
+    assert relative_difference(adapters(on), adapters(first)) > 1e-3
+
+
 def test_initial_adapters_are_mlx_lms_whatever_the_cut(demo_directory, tmp_path):
     path = write_yaml(tmp_path, demo_directory, iters=0)
     run_mlx_lm(path)

@@ -135,6 +135,24 @@ def test_a_second_signal_stops_a_rank_at_once_even_in_a_wait(number, start):
     assert "rank 0 was interrupted" in group.said(1)
 
 
+@pytest.mark.parametrize("more", [(), ("--gather",)])
+def test_numbers_that_are_not_finite_end_every_rank_alike_with_a_checkpoint_of_before(more, runs, start):
+    """None ends because of another: all have seen the same numbers."""
+    wild = ("--learning-rate", "1e30", "--optimizer", "sgd", "--checkpoint-every", "100", "--iters", "6", *more)
+    group = start("run", 3, *wild)
+    assert group.ended(120) == [1, 1, 1], group.said()
+    for rank in range(3):
+        said = group.said(rank)
+        assert "It was iteration 2, of the rows " in said
+        assert said.count("train.jsonl:") == 4
+        assert f"The checkpoint of before is {group.folder / f'disk{rank}' / '0000001-of-3'}" in said
+        assert "Traceback" not in said
+        assert group.checkpoints(rank) == ["0000001-of-3"] * (3 if more and rank == 0 else 1)
+    again = start("run", 3, *wild, "--on-nonfinite", "skip")
+    assert again.ended(120) == [0, 0, 0], again.said()
+    assert [loss for _, loss in reported(again)][1:] == [None] * 5
+
+
 def test_a_killed_run_goes_on_by_the_same_command_to_the_unbroken_runs_bits(runs, start):
     flags = ("--checkpoint-every", "2")
     for killed in (2, 0, 1):
