@@ -97,8 +97,8 @@ def origins(ends: Mapping[str, mx.array], leaves: Mapping[str, mx.array]) -> dic
     into = _edges(marked, named) if computed else {}
     for number, end in enumerate(computed):
         mark = f"{_END}{number}"
-        names = _above(mark, into, known) if mark in into else sources(ends[end], leaves)[1]
-        found[end] = set(names)
+        is_marked = mark in into
+        found[end] = _above(mark, into, known) if is_marked else {leaf for leaf, _ in mentions(ends[end], leaves)[1]}
     return {end: found[end] for end in ends}
 
 
