@@ -31,8 +31,13 @@ def dropout(tmp_path, **more):
     return ["--config", str(path)]
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adafactor"])
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [
+        *((kind, optimizer) for kind in ("lora", "dora", "full") for optimizer in ("adam", "adafactor")),
+        *(("lora", optimizer) for optimizer in ("adamw", "muon", "sgd")),
+    ],
+)
 def test_every_three_steps_another_number_of_stages_cut_and_schedule(kind, optimizer, demo_directory, tmp_path):
     schedule = {"name": "cosine_decay", "warmup": 2, "arguments": [1e-3, 20, 1e-5]}
     flags = dropout(tmp_path, max_grad_norm=1.0, lr_schedule=schedule)
@@ -48,13 +53,6 @@ def test_every_three_steps_another_number_of_stages_cut_and_schedule(kind, optim
     names = ("iteration", "train_loss", "learning_rate", "trained_tokens", "grad_norm")
     regular = [report for report in runs.reports("broken", *names) if report[0] % 4 == 0]
     assert regular == runs.reports("unbroken", *names)
-
-
-def test_a_dora_run_goes_on_too(demo_directory, tmp_path):
-    runs = Runs(demo_directory, tmp_path, "--fine-tune-type", "dora", "--num-layers", "2")
-    unbroken = runs.run("unbroken", "--stages", "2", "--iters", "6")
-    runs.kept("broken", "--iters", "3", *CUTS[0])
-    assert_same_end(runs.kept("broken", "--iters", "6", "--resume", *CUTS[1]), unbroken)
 
 
 @pytest.mark.parametrize("iters", range(1, 8))
