@@ -8,6 +8,7 @@ nothing that a rank evaluates is computed from a hole.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import tempfile
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
@@ -19,7 +20,8 @@ from typing import Any
 
 import mlx.core as mx
 from huggingface_hub import DryRunFileInfo, parse_safetensors_file_metadata, snapshot_download
-from huggingface_hub.errors import DryRunError
+from huggingface_hub.constants import HF_HOME
+from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from pptrain.agreement import exchange
@@ -109,8 +111,8 @@ class _Fetch:
 
     def __init__(self, config: TrainConfig, world: World, folder: Path) -> None:
         self._config, self._folder, self._is_whole = config, folder, _needs_all(config, world)
-        self._absent, self._wanted = dict[str, DryRunFileInfo](), list[str]()
-        self._here, self._commit = list[str](), ""
+        self._here, self._absent, self._wanted = list[str](), set[str](), list[str]()
+        self._snapshot, self._hollow = Path(), Path()
         self.directory = Path(config.model)
         """Where the model is, once it is."""
 
@@ -119,39 +121,70 @@ class _Fetch:
         if self.directory.exists():
             return
         with _told(self._config.model):
-            files = _files(self._config.model)
-            self._absent = {f.filename: f for f in files if fnmatch(f.filename, WEIGHTS) and not f.is_cached}
-            if not self._absent or self._is_whole:
-                self._absent = {}
+            if not self._is_whole:
+                files = _files(self._config.model)
+                self._look(files) if files else self._look_offline()
+            if self._absent:
+                self.directory = self._stand_in("outline")
+            else:
                 self.directory = Path(snapshot_download(self._config.model, allow_patterns=DEFAULT_ALLOW_PATTERNS))
-                return
-            self._commit = files[0].commit_hash
-            self._here = [file.filename for file in files if file.filename not in self._absent]
-            self.directory = self._folder / "outline"
-            stand_in(self._download(self._here), self.directory)
-            for name, file in self._absent.items():
-                header = parse_safetensors_file_metadata(self._config.model, name, revision=self._commit)
-                write_hollow(self.directory / name, header, file.file_size or 0)
+
+    def _look(self, files: Sequence[DryRunFileInfo]) -> None:
+        absent = {f.filename: f for f in files if fnmatch(f.filename, WEIGHTS) and not f.is_cached}
+        if not absent:
+            return
+        commit = files[0].commit_hash
+        self._here = [file.filename for file in files if file.filename not in absent]
+        self._snapshot, self._hollow = self._download(commit, self._here), _hollow_files(self._config.model, commit)
+        for name, file in absent.items():
+            if not (self._hollow / name).exists():
+                header = parse_safetensors_file_metadata(self._config.model, name, revision=commit)
+                write_hollow(self._hollow / name, header, file.file_size or 0)
+        self._absent = {*absent}
+
+    def _look_offline(self) -> None:
+        """What was found at an earlier start, where the hub is out of reach now."""
+        patterns = [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern != WEIGHTS]
+        try:
+            self._snapshot = Path(snapshot_download(self._config.model, allow_patterns=patterns))
+        except LocalEntryNotFoundError:
+            return
+        self._hollow = _hollow_files(self._config.model, self._snapshot.name)
+        hollow = {path.name for path in self._hollow.glob(WEIGHTS)}
+        self._absent = {name for name in hollow if not (self._snapshot / name).exists()}
 
     def choose(self, own_names: OwnNames) -> None:
         """Find the files that this process reads."""
         if self._absent:
             needed = needed_files(self.directory, self._config, own_names)
-            self._wanted = sorted(needed & self._absent.keys())
+            self._wanted = sorted(needed & self._absent)
 
     def weights(self) -> None:
         """Fetch those; hollow ones stand in for the others."""
         if not self._absent:
             return
         with _told(self._config.model):
-            outline, self.directory = self.directory, self._folder / "model"
-            stand_in(self._download([*self._here, *self._wanted]), self.directory)
-            for name in self._absent.keys() - {*self._wanted}:
-                (outline / name).rename(self.directory / name)
+            if self._wanted:
+                self._snapshot = self._download(self._snapshot.name, [*self._here, *self._wanted])
+            self._absent -= {*self._wanted}
+            self.directory = self._stand_in("model")
 
-    def _download(self, names: list[str]) -> Path:
+    def _download(self, commit: str, names: list[str]) -> Path:
         """Files of the commit that was looked at, shown as they come."""
-        return Path(snapshot_download(self._config.model, revision=self._commit, allow_patterns=names))
+        return Path(snapshot_download(self._config.model, revision=commit, allow_patterns=names))
+
+    def _stand_in(self, name: str) -> Path:
+        """A directory of links to what is here, and to hollow files for what is not."""
+        directory = self._folder / name
+        directory.mkdir()
+        for path in [*self._snapshot.iterdir(), *(self._hollow / absent for absent in self._absent)]:
+            (directory / path.name).symlink_to(path.resolve())
+        return directory
+
+
+def _hollow_files(repo: str, commit: str) -> Path:
+    """Where the hollow files of a commit are kept: with them a run can start again without the hub."""
+    return Path(HF_HOME) / "pptrain" / repo.replace("/", "--") / commit
 
 
 @contextmanager
@@ -176,13 +209,6 @@ def _needs_all(config: TrainConfig, world: World) -> bool:
     """Whether this process reads the whole model: all ranks are here, it writes it, or its cut is yet to be found."""
     writes = config.train and config.fine_tune_type == "full" and 0 in world.local_ranks
     return world.world_size == len(world.local_ranks) or writes or config.layers == "auto"
-
-
-def stand_in(source: Path, directory: Path) -> None:
-    """A directory of links to what is in another one."""
-    directory.mkdir(parents=True)
-    for path in source.iterdir():
-        (directory / path.name).symlink_to(path.resolve())
 
 
 def write_hollow(path: Path, header: Any, num_bytes: int) -> None:
@@ -210,9 +236,12 @@ def write_hollow(path: Path, header: Any, num_bytes: int) -> None:
             f"[model] {path.name} has {num_bytes} bytes on the hub, fewer than its header says. Expected a whole "
             "safetensors file. Ask its author, or choose another model."
         )
-    with path.open("wb") as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{os.getpid()}-{path.name}")
+    with beside.open("wb") as file:
         file.write(struct.pack("<Q", room) + text.ljust(room))
         file.truncate(num_bytes)
+    beside.replace(path)
 
 
 # -- which files -------------------------------------------------------------------------------------------------------

@@ -16,11 +16,14 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """The repository `test/model`, which is a directory; `taken` has each request for a file's data."""
+    """The repository `test/model`, which is a directory; `taken` has each request for a file's data.
+
+    Of files in `broken` the header can be had, but not the whole; those in `slow` come when the hub closes.
+    """
 
     def __init__(self, directory: Path):
-        self.directory, self.taken, self.broken = directory, list[tuple[str, str]](), set[str]()
-        self.address = ""
+        self.directory, self.taken, self.address = directory, list[tuple[str, str]](), ""
+        self.broken, self.slow, self.closing = set[str](), set[str](), threading.Event()
 
     def tree(self) -> list[dict[str, Any]]:
         return [
@@ -59,7 +62,10 @@ def serving(directory: Path) -> Generator[Hub]:
                 self.send(b"", {}, 404)
 
         def send_file(self, path: Path, has_body: bool) -> None:
-            if not path.exists() or (path.name in hub.broken and has_body and "range" not in self.headers):
+            is_whole = has_body and "range" not in self.headers
+            if path.name in hub.slow and is_whole:
+                hub.closing.wait(120)
+            if not path.exists() or (path.name in hub.broken and is_whole):
                 self.send(b"", {"X-Error-Code": "EntryNotFound"}, 404)
                 return
             data, status = path.read_bytes(), 200
@@ -91,6 +97,7 @@ def serving(directory: Path) -> Generator[Hub]:
     try:
         yield hub
     finally:
+        hub.closing.set()
         server.shutdown()
         server.server_close()
         thread.join()
