@@ -89,6 +89,14 @@ def test_the_page_needs_nothing_from_elsewhere(trained):
     assert "prefers-color-scheme: dark" in page
 
 
+def test_a_pictures_style_is_for_that_picture_alone(trained):
+    """A style within a picture counts for the whole page."""
+    own = page_of(trained("--iters", "1")).split('<svg class="timeline"')[1].split("<style>")[1].split("</style>")[0]
+    selectors = [words.strip() for words in re.findall(r"([^{}]+)\{", own)]
+    assert len(selectors) >= 6
+    assert [words for words in selectors if not words.startswith((".timeline ", "@media"))] == []
+
+
 def test_a_run_that_went_on_shows_each_process_and_where_it_began(trained):
     trained("--iters", "2")
     directory = trained("--iters", "4", "--resume")
