@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,8 @@ _EXITED = re.compile(r"Node with rank (\d+) exited with code (-?\d+)")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CTRL_C = "\x03"
 """A terminal makes a SIGINT of it. `mlx.launch` passes on what is typed, and has terminals at the other ends of ssh."""
+_SSH = "ssh"
+"""One end of a connection, which has to last; the rank is at the other."""
 _PATIENCE_SECONDS = 15.0
 """How long the other ranks may take to end after the first failure; a stopped one never does."""
 
@@ -148,18 +150,21 @@ def _wait(started: subprocess.Popen[str], outcome: Outcome, caught: Sequence[int
 def _interrupt(started: subprocess.Popen[str]) -> None:
     """Interrupt every rank, once; where there is none yet, whoever was going to start them."""
     assert started.stdin is not None
-    ranks = _local_ranks(started.pid)
+    family = list(_descendants(started.pid))
     with suppress(BrokenPipeError):
         started.stdin.write(_CTRL_C)
         started.stdin.flush()
-    for process in ranks or [started.pid]:
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGINT)
+    for process, name in family or [(started.pid, "mlx.launch")]:
+        if name != _SSH:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGINT)
 
 
-def _local_ranks(launcher: int) -> list[int]:
-    """All that a launcher has started on this machine, but for the ends of connections to others, which must last."""
+def _descendants(process: int) -> Iterator[tuple[int, str]]:
+    """All that a process has started on this machine, and the names of these programs; not what connections need."""
     listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,comm="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in listed.splitlines()]
-    children = [int(pid) for pid, parent, name in rows if int(parent) == launcher and Path(name.strip()).name != "ssh"]
-    return [process for child in children for process in (child, *_local_ranks(child))]
+    for pid, parent, name in (line.split(None, 2) for line in listed.splitlines()):
+        if int(parent) == process:
+            program = Path(name.strip()).name
+            yield int(pid), program
+            yield from _descendants(int(pid)) if program != _SSH else ()

@@ -1,6 +1,7 @@
 """`pptrain launch` over real ranks: the exit code and the report of the one that failed first."""
 
 import fcntl
+import json
 import os
 import re
 import select
@@ -10,6 +11,7 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
@@ -59,11 +61,12 @@ def launch(*command: str, ranks: int = 2, timeout: float = 60) -> subprocess.Com
     return subprocess.run(launcher(ranks, *command), cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 
-def launcher(ranks: int, *command: str) -> list[str]:
+def launcher(ranks: int, *command: str, options: Sequence[str] = ()) -> list[str]:
     # A block of ports that were free a moment ago: mlx.launch counts up from the first.
     first = str(min(port for port in free_ports(8)))
-    options = ["-n", str(ranks), "--backend", "ring", "--starting-port", first, "--env", "MLX_DISABLE_COMPILE=1"]
-    return [sys.executable, "-m", "pptrain", "launch", *options, "--", sys.executable, *command]
+    how = ["--backend", "ring", "--starting-port", first, "--env", "MLX_DISABLE_COMPILE=1"]
+    where = options or ["-n", str(ranks)]
+    return [sys.executable, "-m", "pptrain", "launch", *where, *how, "--", sys.executable, *command]
 
 
 @pytest.mark.ring
@@ -141,10 +144,14 @@ class Terminal:
         try:
             return self.process.wait(seconds)
         finally:
-            self.process.kill()
-            self._is_over = True
-            self._listens.join()
-            os.close(self._ours)
+            self.end()
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+        self._is_over = True
+        self._listens.join()
+        os.close(self._ours)
 
     def _listen(self):
         # On Linux reading fails when nobody has the other end any more, elsewhere it gives nothing.
@@ -161,40 +168,67 @@ def take():
 def wait_until(is_so, terminal, seconds=60):
     deadline = time.monotonic() + seconds
     while not is_so():
-        assert time.monotonic() < deadline, terminal.said()
-        assert terminal.process.poll() is None, terminal.said()
+        if time.monotonic() > deadline or terminal.process.poll() is not None:
+            terminal.end()
+            raise AssertionError(terminal.said())
         time.sleep(0.02)
 
 
-@pytest.fixture
-def long_training(demo_directory, tmp_path):
+def long_training(demo_directory, tmp_path, *options):
     """A run in a terminal that goes on until it is stopped, and has written its first checkpoint."""
     where = ["--model", str(demo_directory / "model"), "--data", str(demo_directory / "data")]
     run = ["--num-layers", "-1", "--iters", "2000", "--val-batches", "0", "--adapter-path", str(tmp_path / "out")]
     kept = ["--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "3"]
-    terminal = Terminal(*launcher(2, "-m", "pptrain", "train", *where, *run, *kept))
+    command = ["-m", "pptrain", "train", *where, *run, *kept]
+    terminal = Terminal(*launcher(2, *command, options=options))
     wait_until(lambda: names_in(tmp_path / "kept"), terminal)
     return terminal
 
 
-@pytest.mark.ring
-def test_one_ctrl_c_in_a_terminal_ends_every_rank_with_a_checkpoint_and_code_0(long_training, tmp_path):
-    long_training.type("\x03")
-    assert long_training.wait(60) == 0, long_training.said()
-    said = long_training.said()
+def assert_stopped_with_a_checkpoint(terminal, kept):
+    assert terminal.wait(60) == 0, terminal.said()
+    said = terminal.said()
     assert said.count("SIGINT: stopping after this step") == 2, said
     [stopped] = re.findall(r"Stopped after iteration (\d+) of 2000, with a checkpoint", said)
-    assert max(names_in(tmp_path / "kept")).iteration == int(stopped)
+    assert max(names_in(kept)).iteration == int(stopped)
 
 
 @pytest.mark.ring
-def test_a_second_ctrl_c_stops_at_once(long_training):
-    long_training.process.send_signal(signal.SIGSTOP)  # so that it finds both when it goes on
-    long_training.process.send_signal(signal.SIGINT)
-    long_training.process.send_signal(signal.SIGTERM)
-    long_training.process.send_signal(signal.SIGCONT)
-    assert long_training.wait(20) == 130, long_training.said()
-    assert "Stopped after iteration" not in long_training.said()
+def test_one_ctrl_c_in_a_terminal_ends_every_rank_with_a_checkpoint_and_code_0(demo_directory, tmp_path):
+    terminal = long_training(demo_directory, tmp_path)
+    terminal.type("\x03")
+    assert_stopped_with_a_checkpoint(terminal, tmp_path / "kept")
+
+
+SSH = f"""#!{sys.executable}
+import os, pty, sys
+assert sys.argv[1] == "-tt"
+os.environ["PYTHONWARNINGS"] = ""
+sys.exit(os.waitstatus_to_exitcode(pty.spawn(["/bin/bash", "-c", sys.argv[-1]])))
+"""
+
+
+@pytest.mark.ring
+def test_a_ctrl_c_reaches_ranks_on_other_machines_through_their_terminals(demo_directory, tmp_path, monkeypatch):
+    """In place of ssh stands a program that runs a command in a terminal, as `ssh -tt` does."""
+    ssh, hosts = tmp_path / "ssh", tmp_path / "hosts.json"
+    ssh.write_text(SSH)
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    hosts.write_text(json.dumps([{"ssh": f"mac{rank}", "ips": ["127.0.0.1"]} for rank in range(2)]))
+    terminal = long_training(demo_directory, tmp_path, "--hostfile", str(hosts))
+    terminal.type("\x03")
+    assert_stopped_with_a_checkpoint(terminal, tmp_path / "kept")
+
+
+@pytest.mark.ring
+def test_a_second_ctrl_c_stops_at_once(demo_directory, tmp_path):
+    terminal = long_training(demo_directory, tmp_path)
+    terminal.process.send_signal(signal.SIGSTOP)  # so that it finds both when it goes on
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+        terminal.process.send_signal(each)
+    assert terminal.wait(20) == 130, terminal.said()
+    assert "Stopped after iteration" not in terminal.said()
 
 
 def is_running(pid: int) -> bool:
