@@ -16,6 +16,7 @@ from backends import RINGS, Backend
 from processes import free_ports, report, run_ranks
 from ring_rank import ENDING_TIMEOUT_SECONDS
 
+from pptrain.cli import main
 from transports import JacclWorld, LoopbackWorld, RingWorld, TransportSetupError, detect, open_world
 from transports.contract import PROMISES, in_one_run
 from transports.endings import ENDINGS, Ended, Ending
@@ -161,30 +162,42 @@ def _hosts(tmp_path: Path, content: object) -> str:
 TWO = [["127.0.0.1:5001"], ["127.0.0.1:5002"]]
 
 
-@pytest.mark.parametrize(
-    ("content", "rank", "message"),
-    [
-        (TWO, "abc", "MLX_RANK is 'abc', but .*hosts.json .* has 2 entries: it must be from 0 to 1"),
-        (TWO, "2", "MLX_RANK is '2'"),
-        (TWO, "-1", "MLX_RANK is '-1'"),
-        (TWO, "", "MLX_RANK is ''"),
-        (TWO[:1], "0", "lists 1 of the ranks, but a group needs two ranks or more"),
-        ([], "0", "lists 0 of the ranks"),
-        ("", "0", "hosts.json .* is not JSON: .* empty one for a single host"),
-        ("{", "0", "is not JSON"),
-        ({"backend": "ring", "hosts": []}, "0", "holds a dict, .*`mlx.launch --backend ring --hostfile"),
-        ([{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "b", "ips": []}], "0", "entry 0 is {'ssh': 'a'"),
-        ([["127.0.0.1:5001"], []], "0", "entry 1 is \\[\\], but a list"),
-        ([["127.0.0.1:5001"], [5]], "0", "entry 1 has the address 5"),
-        ([["127.0.0.1:5001"], ["127.0.0.1"]], "0", "entry 1 has the address '127.0.0.1'"),
-        ([["127.0.0.1:5001"], ["127.0.0.1:70000"]], "0", "entry 1 has the address '127.0.0.1:70000'"),
-        ([["127.0.0.1:5001"], ["127.0.0.1:5001"]], "0", "entries 0 and 1 both have the address 127.0.0.1:5001"),
-        ([["127.0.0.1:5001"] * 2, ["127.0.0.1:5002"]], "0", "entry 0 has the address 127.0.0.1:5001 twice"),
-    ],
-)
+WRONG = [
+    (TWO, "abc", "MLX_RANK is 'abc', but .*hosts.json .* has 2 entries: it must be from 0 to 1"),
+    (TWO, "2", "MLX_RANK is '2'"),
+    (TWO, "-1", "MLX_RANK is '-1'"),
+    (TWO, "", "MLX_RANK is ''"),
+    (TWO[:1], "0", "lists 1 of the ranks, but a group needs two ranks or more"),
+    ([], "0", "lists 0 of the ranks"),
+    ("", "0", "hosts.json .* is not JSON: .* empty one for a single host"),
+    ("{", "0", "is not JSON"),
+    ({"backend": "ring", "hosts": []}, "0", "holds a dict, .*`mlx.launch --backend ring --hostfile"),
+    ([{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "b", "ips": []}], "0", "entry 0 is {'ssh': 'a'"),
+    ([["127.0.0.1:5001"], []], "0", "entry 1 is \\[\\], but a list"),
+    ([["127.0.0.1:5001"], [5]], "0", "entry 1 has the address 5"),
+    ([["127.0.0.1:5001"], ["127.0.0.1"]], "0", "entry 1 has the address '127.0.0.1'"),
+    ([["127.0.0.1:5001"], ["127.0.0.1:70000"]], "0", "entry 1 has the address '127.0.0.1:70000'"),
+    ([["127.0.0.1:5001"], ["127.0.0.1:5001"]], "0", "entries 0 and 1 both have the address 127.0.0.1:5001"),
+    ([["127.0.0.1:5001"] * 2, ["127.0.0.1:5002"]], "0", "entry 0 has the address 127.0.0.1:5001 twice"),
+]
+
+
+@pytest.mark.parametrize(("content", "rank", "message"), WRONG)
 def test_a_wrong_host_file_or_rank_is_named(tmp_path: Path, content: object, rank: str, message: str) -> None:
     with pytest.raises(TransportSetupError, match=message):
         RingWorld(environ={"MLX_RANK": rank, "MLX_HOSTFILE": _hosts(tmp_path, content)})
+
+
+@pytest.mark.parametrize(("content", "rank", "message"), WRONG)
+def test_a_wrong_environment_is_one_message_and_exit_code_2(
+    tmp_path: Path, monkeypatch, capsys, content: object, rank: str, message: str
+) -> None:
+    monkeypatch.setenv("MLX_RANK", rank)
+    monkeypatch.setenv("MLX_HOSTFILE", _hosts(tmp_path, content))
+    assert main(["train", "--model", "nowhere", "--data", "nowhere", "--train"]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert re.search(rf"TransportSetupError: .*{message}", said)
 
 
 def test_a_ring_without_a_launcher_is_refused() -> None:
