@@ -47,7 +47,7 @@ class Header:
         """
         if len(shape) > _MAX_DIMENSIONS:
             raise ValueError(f"A checked message has at most {_MAX_DIMENSIONS} dimensions, not {tuple(shape)}.")
-        return cls(sequence, _cut(label), tuple(shape), dtype_name(dtype), zlib.crc32(data.tobytes()))
+        return cls(sequence, _cut(label), tuple(shape), dtype_name(dtype), zlib.crc32(data.data))
 
     def encode(self) -> mx.array:
         """The header as uint8 `[HEADER_BYTES]`, evaluated."""
@@ -85,7 +85,7 @@ def mismatch(found: Header | None, sequence: int, label: str, shape: Sequence[in
 
 def damage(found: Header, data: Bytes) -> str | None:
     """What is wrong with a message's bytes, if they are not those that were sent."""
-    checksum = zlib.crc32(data.tobytes())
+    checksum = zlib.crc32(data.data)
     if checksum == found.checksum:
         return None
     return f"{found} was sent with the checksum {found.checksum:08x} and came with {checksum:08x}: bytes were damaged"
