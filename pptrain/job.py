@@ -112,12 +112,15 @@ def execute(config: TrainConfig, at: At = nothing, command: Sequence[str] = ()) 
     ):
         loaded = load_base(config, directory)
         sizes = cut_sizes(config, world, count_layers(loaded.model))
-        data = load_data(config, loaded.tokenizer, vocabulary_size(loaded))
+        num_tokens = vocabulary_size(loaded)
         if config.train:
             prepare_training(loaded.model, config)
         else:
             load_trained(loaded.model, config.adapter_path)
         pipeline = make_pipeline(config, loaded, sizes, world)
+        if config.train:
+            pipeline.dry_run()  # before the data, which may take long to read
+        data = load_data(config, loaded.tokenizer, num_tokens)
         settings = settings_of(config, loaded.path, data.fingerprint()[:12], sizes)
         if config.layers == "auto":
             settings["layers"] = "auto"

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from pptrain import partition
 from pptrain.checkpoint import gather
+from pptrain.dry_run import dry_run
 from pptrain.errors import ConfigError, ModelError
 from pptrain.executor import Executor, materialize_each
 from pptrain.microbatch import Microbatch, TokenLoss, count_tokens, cross_entropy, cut, kept_random_state
@@ -222,6 +223,14 @@ class Pipeline:
     def own_names(self, rank: int) -> list[str]:
         """Every parameter, frozen or not, that a rank's stages read; known after the first call or `load`."""
         return self._known.used(self._sites_of(rank))
+
+    def dry_run(self) -> None:
+        """Build every stage's graphs, evaluating nothing, as any rank can.
+
+        Raises:
+            ModelError: If MLX has no gradient for something that needs one, with its stage and layer.
+        """
+        dry_run(self._known, self.layers)
 
     def load(self) -> None:
         """Read the local stages' own weights, and nothing else, from disk."""

@@ -226,6 +226,19 @@ class RememberingLayer(Layer):
         return made
 
 
+class BitsLayer(Layer):
+    def __call__(self, hidden: mx.array) -> mx.array:
+        return super().__call__(hidden.view(mx.uint32).view(mx.float32))
+
+
+class WithoutGradient(Tiny):
+    """A layer does what MLX has no gradient for."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers[2] = BitsLayer(8)
+
+
 class Remembering(Tiny):
     """A layer adds what it made at the call before."""
 
