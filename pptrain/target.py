@@ -7,12 +7,15 @@ import importlib
 import importlib.util
 import json
 import pkgutil
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,6 +30,8 @@ from pptrain.shrink import Config, argument_classes, completions, count_layers_o
 
 _TINY = 8_000_000
 """Parameters; a model with more is not what shrinking is to give."""
+
+_PATIENCE_SECONDS = 5.0
 
 _DEPTH = 24
 """Layers in which a pattern is looked for where there is no real config."""
@@ -162,12 +167,30 @@ def _read(path: Path) -> Config:
 
 
 def _downloaded(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download
 
+    is_there = _answers(constants.ENDPOINT)
     try:
-        return Path(hf_hub_download(name, "config.json"))
+        return Path(hf_hub_download(name, "config.json", local_files_only=not is_there))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"[target] No config.json of {name} on the hub: {error}. Check the name.") from error
+        where = "on the hub" if is_there else f"in the cache, and {constants.ENDPOINT} does not answer"
+        raise ConfigError(
+            f"[target] There is no config.json of {name} {where}: {str(error).rstrip('.')}. Expected a model's name on "
+            "the hub. Check the name and the network, or give a config.json."
+        ) from error
+
+
+def _answers(url: str) -> bool:
+    """Whether a server takes connections; asked before the hub's client, which tries again for half a minute."""
+    if getproxies():
+        return True
+    address = urlsplit(url)
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        with socket.create_connection((address.hostname or "", port), timeout=_PATIENCE_SECONDS):
+            return True
+    except OSError:
+        return False
 
 
 def _invented_model(module: ModuleType, num_layers: int) -> nn.Module:

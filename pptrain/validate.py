@@ -158,6 +158,9 @@ def _compare_all(
         try:
             difference = _differs(model, way, microbatches, one, largest)
         except PptrainError as error:
+            if way in whole:  # nor into any number of stages
+                _note(verdict, "cannot be cut here", _short(error))
+                return
             _note(verdict, "cannot be cut here", f"{way}: {_short(error)}")
             continue
         if difference:

@@ -1,13 +1,16 @@
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
 import odd_models
 import pytest
 from odd_models import built
+from processes import free_ports
 
 from pptrain.cli import main
 from pptrain.errors import ConfigError
@@ -171,6 +174,33 @@ def test_a_class_is_a_target():
 def test_what_is_no_target_is_a_user_s_mistake(text):
     with pytest.raises(ConfigError, match=r"\[target\]"):
         find_target(text, 4)
+
+
+def test_a_name_on_a_hub_that_does_not_answer_is_an_error_within_seconds(tmp_path):
+    closed = f"http://127.0.0.1:{free_ports(1)[0]}"
+    environment = {**os.environ, "HF_ENDPOINT": closed, "HF_HOME": str(tmp_path)}
+    for proxy in ("http_proxy", "https_proxy", "all_proxy"):
+        environment.pop(proxy, None), environment.pop(proxy.upper(), None)
+    command = [sys.executable, "-m", "pptrain", "validate", "nobody/nothing"]
+    start = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 2
+    assert (
+        f"[target] There is no config.json of nobody/nothing in the cache, and {closed} does not answer" in done.stderr
+    )
+    assert time.monotonic() - start < 15  # the hub's own client would go on trying for half a minute
+
+
+def test_the_full_size_of_a_config_is_kept(tmp_path, capsys):
+    config = {"model_type": "qwen3", "hidden_size": 48, "num_hidden_layers": 3, "intermediate_size": 80}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "rms_norm_eps": 1e-5}
+    config |= {"vocab_size": 120, "max_position_embeddings": 256, "rope_theta": 10000.0, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = find_target(str(tmp_path), full_size=True).build().args
+    assert {key: getattr(args, key) for key in config} == config
+    options = ["--full-size", "--quick", "--variants", "full"]
+    assert main(["validate", str(tmp_path), *options]) == 0
+    assert "3 cuts, 5 runs" in capsys.readouterr().out
 
 
 def test_every_model_of_mlx_lm_is_found_and_nothing_else():
