@@ -271,6 +271,20 @@ class GatedLayer(Layer):
         return super().__call__(hidden) * gate
 
 
+class PerLayerTable(Tiny):
+    """One table has a part for each layer, which all stages look up for themselves."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.table, self.up = nn.Embedding(23, 4 * num_layers), nn.Linear(4, 8, bias=False)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = self.embed(tokens)
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden + self.up(self.table(tokens)[..., 4 * i : 4 * i + 4]))
+        return self.head(self.norm(hidden))
+
+
 class FromEmbedding(Tiny):
     """What is made of the embedding before the first layer is the last thing that a layer reads."""
 
