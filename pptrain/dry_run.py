@@ -10,8 +10,8 @@ from pptrain.errors import ModelError
 from pptrain.microbatch import Microbatch, kept_random_state
 from pptrain.model import find_layers
 from pptrain.partition import ranges
+from pptrain.segment import Cut, Segment, Work
 from pptrain.sizes import specs_back, specs_into
-from pptrain.stage import Cut, Segment, Work
 from pptrain.trace import SAMPLE
 
 

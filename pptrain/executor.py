@@ -15,8 +15,9 @@ from pptrain.errors import ScheduleError
 from pptrain.model import Boundary, Specs
 from pptrain.program import Message, Program, Receive, Send
 from pptrain.schedule import Action, Placement
+from pptrain.segment import Work
 from pptrain.simulate import Span
-from pptrain.stage import Parts, Stage, Work
+from pptrain.stage import Parts, Stage
 from transports import BufferReceive, Task, Transport
 from transports import Receive as Incoming
 from transports.buffers import bytes_of, fill, poisoned

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from pptrain.microbatch import Microbatch, kept_random_state
 from pptrain.model import ArraySpec, Specs
-from pptrain.stage import Segment, Work
+from pptrain.segment import Segment, Work
 
 _VIEWS = {
     "Broadcast",

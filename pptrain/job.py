@@ -46,8 +46,8 @@ from pptrain.registry import find_schedule
 from pptrain.report import Console, Metrics
 from pptrain.resume import Asked, choose, put_back
 from pptrain.saving import Checkpoints
+from pptrain.segment import Cut
 from pptrain.sizes import measure
-from pptrain.stage import Cut
 from pptrain.stopping import asked_by_signals
 from pptrain.store import names_in
 from pptrain.timeline import on_one_clock

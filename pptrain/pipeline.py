@@ -36,8 +36,9 @@ from pptrain.program import Program, lower
 from pptrain.reference import Result, StepResult, number
 from pptrain.registry import count_stages_per_rank, find_schedule
 from pptrain.schedule import Builder, Placement, Schedule, forward_only, stages_of
+from pptrain.segment import Cut, Work
 from pptrain.simulate import Span
-from pptrain.stage import Cut, Recompute, Stage, Work
+from pptrain.stage import Recompute, Stage
 from pptrain.trace import SAMPLE, count_layers
 from transports import LoopbackWorld, Task, Transport, World, open_world
 

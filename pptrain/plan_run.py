@@ -24,9 +24,9 @@ from pptrain.plan import RECOMPUTE, Machines, Option, seconds_at
 from pptrain.profile import share, time_sites
 from pptrain.recipe import make_optimizer, prepare_training
 from pptrain.registry import SCHEDULES
+from pptrain.segment import Cut
 from pptrain.simulate import travel_time
 from pptrain.sizes import Sizes, measure
-from pptrain.stage import Cut
 from transports import LoopbackWorld, World, detect, open_world
 
 _EPILOG = "All other options are those of pptrain train, such as --model, --batch-size, --max-seq-length, --config."

@@ -12,8 +12,8 @@ from pptrain.executor import materialize
 from pptrain.microbatch import Microbatch, kept_random_state
 from pptrain.model import Specs
 from pptrain.plan import Seconds
+from pptrain.segment import Cut, Segment, Work
 from pptrain.sizes import Sizes, specs_back, specs_into
-from pptrain.stage import Cut, Segment, Work
 from transports import Task, Transport
 from transports.measure import LinkSpeed, measure_links
 

@@ -18,7 +18,8 @@ from mlx.utils import tree_flatten
 from pptrain.graph import Parts, examine
 from pptrain.microbatch import kept_random_state
 from pptrain.model import ArraySpec, Specs
-from pptrain.stage import Cut, Recompute, Segment
+from pptrain.segment import Cut, Segment
+from pptrain.stage import Recompute
 
 _WORKING_SHARE = 1.5
 """What a backward needs besides what was kept, in residuals of the site that it is at: from 0.3 to 1.5 of them were

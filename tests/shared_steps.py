@@ -2,9 +2,10 @@
 
     python tests/shared_steps.py OUT KIND
 
-KIND is one of `KINDS`. For each step this rank writes to OUT/rank{r}-{step}.safetensors the parameters that it reads, as
-they were before the step, and their gradients (`grad:` and the name); after the last step its parameters again. The
-first rank writes what it gathers, as a checkpoint has it, to OUT/gathered.safetensors. Prints each step's global norm.
+KIND is one of `KINDS`. For each step this rank writes to OUT/rank{r}-{step}.safetensors the parameters that it reads,
+as they were before the step, and their gradients (`grad:` and the name); after the last step its parameters again.
+The first rank writes what it gathers, as a checkpoint has it, to OUT/gathered.safetensors. Prints each step's global
+norm.
 """
 
 import json

@@ -15,7 +15,8 @@ from pptrain.microbatch import count_tokens, cross_entropy, cut
 from pptrain.partition import ranges
 from pptrain.program import Message, Receive, Send, lower
 from pptrain.schedule import Action, forward_only, loop, one_f_one_b
-from pptrain.stage import Cut, Stage, Work
+from pptrain.segment import Cut, Work
+from pptrain.stage import Stage
 from transports import DeadlockError, LoopbackWorld
 
 F, B = Action(0, "F", 0), Action(0, "B", 0)

@@ -8,8 +8,8 @@ from tiny import is_lazy, leaves, llama, put_lora_on, tiny
 from pptrain.graph import Parts, examine
 from pptrain.microbatch import Microbatch, cross_entropy
 from pptrain.model import ArraySpec
+from pptrain.segment import Cut, Segment, Work
 from pptrain.sizes import specs_back, specs_into
-from pptrain.stage import Cut, Segment, Work
 
 pytestmark = pytest.mark.usefixtures("exact_memory")
 

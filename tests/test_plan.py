@@ -14,8 +14,8 @@ from pptrain.microbatch import cross_entropy
 from pptrain.plan import Machines, balanced_layers, best, option, options, seconds_at
 from pptrain.profile import share, time_sites
 from pptrain.registry import SCHEDULES, find_schedule
+from pptrain.segment import Cut
 from pptrain.sizes import Held, Site, Sizes, measure
-from pptrain.stage import Cut
 from transports import LoopbackWorld
 
 

@@ -7,8 +7,8 @@ from tiny import batch, leaves, llama, put_lora_on, tiny
 
 from pptrain import Pipeline
 from pptrain.microbatch import cross_entropy
+from pptrain.segment import Cut
 from pptrain.sizes import Held, measure, optimizer_bytes
-from pptrain.stage import Cut
 
 ADAM = optim.Adam(1e-3)
 

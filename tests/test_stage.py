@@ -11,7 +11,8 @@ from pptrain.microbatch import count_tokens, cross_entropy, cut
 from pptrain.model import ArraySpec
 from pptrain.optimizer import to_tree
 from pptrain.partition import ranges
-from pptrain.stage import Cut, Stage, Work
+from pptrain.segment import Cut, Work
+from pptrain.stage import Stage
 from transports.buffers import bytes_of, fill, poisoned
 
 RECOMPUTE = ["none", "layer", "stage"]

@@ -212,7 +212,18 @@ def test_every_model_of_mlx_lm_is_found_and_nothing_else():
 def test_no_module_names_an_architecture():
     words = {name for name in every_name() if any(c.isdigit() for c in name)}
     for path in (Path(__file__).parents[1] / "pptrain").glob("*.py"):
-        if path.stem in ("model", "trace", "replay", "structure", "stage", "pipeline", "shrink", "validate"):
+        if path.stem in (
+            "model",
+            "trace",
+            "replay",
+            "structure",
+            "segment",
+            "stage",
+            "pipeline",
+            "shrink",
+            "pattern",
+            "validate",
+        ):
             assert not {word for word in words if f'"{word}"' in path.read_text()}, path
 
 
