@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import io
 import json
 import pkgutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -144,10 +146,13 @@ def _module_name(model_type: str) -> str:
 
 
 def _module(model_type: str) -> ModuleType:
+    said = io.StringIO()
     try:
-        return importlib.import_module(f"mlx_lm.models.{_module_name(model_type)}")
+        with redirect_stdout(said):
+            return importlib.import_module(f"mlx_lm.models.{_module_name(model_type)}")
     except SystemExit as error:
-        raise ImportError(f"mlx_lm.models.{model_type} needs a package that is not installed here") from error
+        why = said.getvalue().strip() or f"mlx_lm.models.{model_type} needs a package that is not installed here"
+        raise ImportError(why) from error
     except ImportError as error:
         raise ConfigError(f"[target] The installed mlx-lm has no model type {model_type!r}: {error}.") from error
 
