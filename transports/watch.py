@@ -150,8 +150,9 @@ class Watch:
     def cause(self, patience_seconds: float) -> Cause | None:
         """The first failure, if one is known, or becomes known in the time given; the caller then acts on it."""
         self._known.wait(patience_seconds)
-        self._is_noticed = self._cause is not None
-        return self._cause
+        with self._lock:  # A rank that acts on it ends, so first the others have to be told.
+            self._is_noticed = self._cause is not None
+            return self._cause
 
     def tell(self, kind: Kind, text: str = "") -> None:
         """Tell the others that this rank ends, and why; what another rank did first stays the cause."""
