@@ -62,3 +62,6 @@ class SaveError(PptrainError):
 
 class NonFiniteError(PptrainError):
     """A loss or gradient that is not a finite number; no state was changed."""
+
+    num_asking = 0
+    """How many ranks ask for the run to stop after this step."""

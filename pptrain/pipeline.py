@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pptrain import partition
 from pptrain.checkpoint import gather
 from pptrain.dry_run import dry_run
-from pptrain.errors import ConfigError, ModelError
+from pptrain.errors import ConfigError, ModelError, NonFiniteError
 from pptrain.executor import Executor, materialize_each
 from pptrain.microbatch import Microbatch, TokenLoss, count_tokens, cross_entropy, cut, kept_random_state
 from pptrain.model import Slot, find_slots, has_dropout, trainable_names
@@ -186,7 +186,11 @@ class Pipeline:
         done = self._differentiate(microbatches, self.num_steps)
         norm = global_norm(done.squares)
         losses = tuple(done.losses.tolist())
-        check_finite(losses, dict(zip(self._known.trainable, done.squares.tolist(), strict=True)))
+        try:
+            check_finite(losses, dict(zip(self._known.trainable, done.squares.tolist(), strict=True)))
+        except NonFiniteError as error:
+            error.num_asking = done.num_asking
+            raise
         grads = done.grads if max_grad_norm is None else clip(done.grads, norm, max_grad_norm)
         update(optimizer, self.model, self.slots, grads)
         self.num_steps += 1

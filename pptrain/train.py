@@ -222,7 +222,7 @@ class Run:
             result = self.engine.step_microbatches(self.optimizer, microbatches, max_grad_norm=limit)
         except NonFiniteError as error:
             self._not_finite(error, iteration, len(window))
-            return [math.nan] * len(window), False
+            return [math.nan] * len(window), error.num_asking > 0
         finally:
             _clear_cache(self.config)
         self.grad_norm = result.grad_norm

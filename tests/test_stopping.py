@@ -1,5 +1,6 @@
 """The first signal asks, the second ends."""
 
+import math
 import signal
 import threading
 
@@ -62,6 +63,15 @@ def test_a_run_that_is_asked_ends_after_its_step_with_a_checkpoint_and_says_how_
     assert "--resume auto" in said
     assert not (tmp_path / "out" / "adapters.safetensors").exists()
     assert_same_end(runs.run("out", *kept, "--resume"), expected)
+
+
+def test_a_run_is_stopped_after_a_step_that_is_skipped_too(demo_directory, tmp_path):
+    runs = Runs(demo_directory, tmp_path, "--learning-rate", "1e30", "--optimizer", "sgd", "--stages", "2")
+    kept = ["--checkpoint-dir", str(runs.checkpoints), "--checkpoint-every", "1", "--on-nonfinite", "skip"]
+    asked = Once("committed", lambda: signal.raise_signal(signal.SIGTERM))
+    done = runs.run("out", "--iters", "6", "--val-batches", "0", *kept, at=asked)
+    assert (done.ended, len(done.losses), math.isnan(done.losses[1])) == ("asked", 2, True)
+    assert runs.names() == ["0000001-of-2", "0000002-of-2"]
 
 
 class Once:
