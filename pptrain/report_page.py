@@ -89,7 +89,7 @@ def _facts(reports: Reports) -> str:
         "lowest validation loss": f"{min(losses):.3f}" if losses else "none yet",
         "tokens trained": _in_words(last.get("trained_tokens"), ",.0f"),
         "tokens/s": _in_words(last.get("tokens_per_second"), ",.0f"),
-        "peak memory": _in_words(last.get("peak_memory"), ".2f", " GB"),
+        "peak memory": _in_words(last.get("peak_memory"), ".3f", " GB"),
     }
     tiles = (f'<div><div class="value">{escape(v)}</div><div class="quiet">{k}</div></div>' for k, v in values.items())
     return f'<div class="facts">{"".join(tiles)}</div>'
