@@ -174,13 +174,18 @@ def wait_until(is_so, terminal, seconds=60):
         time.sleep(0.02)
 
 
-def long_training(demo_directory, tmp_path, *options):
-    """A run in a terminal that goes on until it is stopped, and has written its first checkpoint."""
+def training_in_a_terminal(demo_directory, tmp_path, *flags, options=()):
+    """A run that goes on until it is stopped."""
     where = ["--model", str(demo_directory / "model"), "--data", str(demo_directory / "data")]
-    run = ["--num-layers", "-1", "--iters", "2000", "--val-batches", "0", "--adapter-path", str(tmp_path / "out")]
+    run = ["--num-layers", "-1", "--iters", "2000", "--adapter-path", str(tmp_path / "out"), *flags]
     kept = ["--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "3"]
     command = ["-m", "pptrain", "train", *where, *run, *kept]
-    terminal = Terminal(*launcher(2, *command, options=options))
+    return Terminal(*launcher(2, *command, options=options))
+
+
+def long_training(demo_directory, tmp_path, *options):
+    """A run in a terminal that has written its first checkpoint."""
+    terminal = training_in_a_terminal(demo_directory, tmp_path, "--val-batches", "0", options=options)
     wait_until(lambda: names_in(tmp_path / "kept"), terminal)
     return terminal
 
@@ -223,7 +228,10 @@ def test_a_ctrl_c_reaches_ranks_on_other_machines_through_their_terminals(demo_d
 
 @pytest.mark.ring
 def test_a_second_ctrl_c_stops_at_once(demo_directory, tmp_path):
-    terminal = long_training(demo_directory, tmp_path)
+    """Within a step so long that the first signal alone would be waited for."""
+    long_step = ["--val-batches", "1", "--grad-accumulation-steps", "200"]
+    terminal = training_in_a_terminal(demo_directory, tmp_path, *long_step)
+    wait_until(lambda: "val   loss" in terminal.said(), terminal)
     terminal.process.send_signal(signal.SIGSTOP)  # so that it finds both when it goes on
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         terminal.process.send_signal(each)
