@@ -12,10 +12,18 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from transports import LoopbackWorld, Receive, Task, Transport, TransportError, Wait, World
+from transports import LoopbackWorld, Receive, Task, Transport, TransportClosed, TransportError, Wait, World
 from transports.links import Link
 
 T = TypeVar("T")
+
+
+def or_nothing(act):
+    """What an act makes; nothing, and no error, where it comes too late."""
+    try:
+        return act()
+    except TransportClosed:
+        return None
 
 
 class Honest(Transport):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
-from liar_world import HoldsBack, Honest, Later, Through
+from liar_world import HoldsBack, Honest, Later, Through, or_nothing
 
 from transports import Receive, Sum, TransportClosed, TransportError
 from transports.buffers import array_from, bytes_of, poisoned
@@ -360,19 +360,13 @@ class ClosesSilently(Honest):
     """Does nothing after its close, without an error."""
 
     def send(self, array, to, label=""):
-        return self._or_nothing(lambda: super(ClosesSilently, self).send(array, to, label))
+        return or_nothing(lambda: super(ClosesSilently, self).send(array, to, label))
 
     def receive(self, shape, dtype, source, label=""):
-        return self._or_nothing(lambda: super(ClosesSilently, self).receive(shape, dtype, source, label))
+        return or_nothing(lambda: super(ClosesSilently, self).receive(shape, dtype, source, label))
 
     def all_sum(self, array, label=""):
-        return self._or_nothing(lambda: super(ClosesSilently, self).all_sum(array, label))
-
-    def _or_nothing(self, act):
-        try:
-            return act()
-        except TransportClosed:
-            return None
+        return or_nothing(lambda: super(ClosesSilently, self).all_sum(array, label))
 
 
 class ClosesOnlyOnce(Honest):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from liar_world import Honest
+from liar_world import Honest, or_nothing
 
-from transports import PeerLost, TransportClosed, TransportTimeout
+from transports import PeerLost, TransportTimeout
 from transports.operations import Flush, Send
 
 
@@ -26,10 +26,7 @@ class TakesLossForAMessage(Honest):
         return self._or_nothing(lambda: self.inner.all_sum(array, label))
 
     def _or_nothing(self, act):
-        try:
-            return act()
-        except TransportClosed:
-            return None
+        return or_nothing(act)
 
 
 class SendsIntoTheVoid(TakesLossForAMessage):
@@ -104,7 +101,4 @@ class WorksOnAfterAnError(Honest):
     """Takes messages as if nothing had happened."""
 
     def send(self, array, to, label=""):
-        try:
-            return super().send(array, to, label)
-        except TransportClosed:
-            return None
+        return or_nothing(lambda: super(WorksOnAfterAnError, self).send(array, to, label))

@@ -251,7 +251,8 @@ def test_the_page_has_a_row_a_model_what_is_wrong_first_and_is_escaped():
     page = to_html(SOME)
     classes = re.findall(r'<tr class="(\w+)"><td class="word">(\w)</td>', page)
     assert classes == [("bad", "d"), ("doubtful", "b"), ("neutral", "c"), ("good", "a")]
-    assert "layers &lt;1+3&gt;" in page
+    assert page.count("layers &lt;1+3&gt;") == 2, "in the reason and in the note"
+    assert "<1+3>" not in page
     assert "<summary>1 note</summary>" in page
     assert "prefers-color-scheme: dark" in page
     assert "http" not in page
