@@ -177,7 +177,7 @@ def test_weights_that_no_machine_holds_need_more_ranks_and_nothing_else():
 @pytest.mark.parametrize(
     ("schedule", "recompute"), [("gpipe", "none"), ("1f1b", "none"), ("gpipe", "layer"), ("gpipe", "stage")]
 )
-def test_a_step_takes_no_more_memory_than_planned_and_not_a_fifth_less(schedule, recompute):
+def test_steps_take_no_more_memory_than_planned_and_not_a_fifth_less(schedule, recompute):
     model, optimizer, rows = llama(6, hidden_size=128, intermediate_size=256, vocab_size=512), optim.Adam(1e-3), 8
     put_lora_on(model)
     data = batch(rows, 64, vocab=512)
@@ -188,7 +188,9 @@ def test_a_step_takes_no_more_memory_than_planned_and_not_a_fifth_less(schedule,
     gc.collect()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    pipeline.step(optimizer, *data, 4)
+    # How far MLX runs ahead of its computing thread, and so what is held at once, differs from step to step.
+    for _ in range(6):
+        pipeline.step(optimizer, *data, 4)
     taken = mx.get_peak_memory() - before
     assert taken <= planned.residuals + planned.boundaries + planned.working <= 1.2 * taken
 
