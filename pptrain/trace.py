@@ -333,5 +333,5 @@ def _evaluates(model: nn.Module, layer: int) -> str:
     return (
         f"[model] {type(model).__module__} cannot be cut: layer {layer} evaluates arrays in its forward, so that what "
         "it reads and hands on depends on the data. Expected a forward that only builds a graph. Train this model on "
-        "one device with mlx_lm.lora."
+        "one device with mlx_lm.lora and MLX_DISABLE_COMPILE=1: its step cannot be compiled either."
     )

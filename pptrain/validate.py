@@ -119,7 +119,7 @@ def _judge(target: Target, plan: Plan, verdict: Verdict) -> None:
             verdict.notes.append(f"{variant} was not tried: {_short(error)}")
             continue
         _compare_all(*compared, variant, plan, verdict)
-        if verdict.word == "cannot be cut here":
+        if verdict.word not in ("ok", "close"):
             return
 
 
@@ -159,7 +159,7 @@ def _compare_all(
             difference = _differs(model, way, microbatches, one, largest)
         except PptrainError as error:
             if way in whole:  # nor into any number of stages
-                _note(verdict, "cannot be cut here", _short(error))
+                _note(verdict, *_cannot(model, microbatches[0], _short(error)))
                 return
             _note(verdict, "cannot be cut here", f"{way}: {_short(error)}")
             continue
@@ -167,10 +167,30 @@ def _compare_all(
             _note(verdict, "close", f"{way}: {difference}")
 
 
+def _cannot(model: nn.Module, microbatch: Microbatch, why: str) -> tuple[Word, str]:
+    """What to call a model that cannot be cut; one that mlx-lm itself cannot train is none that we fail at.
+
+    mlx-lm compiles its step. While a forward is traced for that, as it is here, nothing can be evaluated.
+    """
+    was_built = list[bool]()
+
+    def forward(tokens: mx.array) -> Any:
+        logits = model(tokens)
+        was_built.append(True)
+        return logits
+
+    try:
+        mx.export_function(lambda record: None, forward, microbatch.inputs)  # type: ignore[arg-type]
+    except Exception as error:
+        if not was_built:  # else MLX can build it, but not write it down
+            return "fails on one device", f"mlx-lm's step, which is compiled: {_short(error)}; not compiled, {why}"
+    return "cannot be cut here", why
+
+
 def _note(verdict: Verdict, word: Word, what: str) -> None:
     """The worst word counts, with the first reason for it."""
     verdict.notes.append(what)
-    if verdict.word == "ok" or (verdict.word == "close" and word == "cannot be cut here"):
+    if verdict.word == "ok" or (verdict.word == "close" and word != "close"):
         verdict.word, verdict.reason = word, what
 
 

@@ -61,8 +61,19 @@ def test_a_model_that_mlx_lm_does_not_have_is_ok(kind):
 @pytest.mark.parametrize("kind", odd_models.WRONG, ids=lambda kind: kind.__name__)
 def test_a_model_that_a_cut_would_break_is_never_ok(kind):
     verdict = validate(Target(kind.__name__, lambda: built(kind)), QUICK)
-    assert verdict.word == "cannot be cut here"
+    assert verdict.word == ("fails on one device" if kind is odd_models.Choosing else "cannot be cut here")
     assert "layer" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    "target", [of_type("dbrx", 4), Target("Choosing", lambda: built(odd_models.Choosing))], ids=lambda t: t.name
+)
+def test_a_model_that_evaluates_in_its_forward_fails_in_mlx_lms_compiled_step(target):
+    verdict = validate(target, QUICK)
+    assert verdict.word == "fails on one device"
+    assert "mlx-lm's step, which is compiled: ValueError: [eval] Attempting to eval" in verdict.reason
+    assert "evaluates arrays in its forward" in verdict.reason
+    assert len(verdict.notes) == 1
 
 
 def test_a_model_that_one_device_cannot_train_has_the_reason():
