@@ -222,11 +222,12 @@ class Run:
             result = self.engine.step_microbatches(self.optimizer, microbatches, max_grad_norm=limit)
         except NonFiniteError as error:
             self._not_finite(error, iteration, len(window))
-            return [math.nan] * len(window), error.num_asking > 0
-        finally:
-            _clear_cache(self.config)
-        self.grad_norm = result.grad_norm
-        return _losses_of(window, result), result.num_asking > 0
+            losses, num_asking = [math.nan] * len(window), error.num_asking
+        else:
+            self.grad_norm = result.grad_norm
+            losses, num_asking = _losses_of(window, result), result.num_asking
+        _clear_cache(self.config)
+        return losses, num_asking > 0
 
     def _not_finite(self, error: NonFiniteError, iteration: int, num_batches: int) -> None:
         """Every rank sees the same numbers, and so comes here alike; nothing has been updated."""
@@ -285,7 +286,11 @@ def evaluate(engine: Engine, data: Any, config: TrainConfig, num_batches: int) -
 
 
 def _clear_cache(config: TrainConfig) -> None:
-    """After each update and each batch of an evaluation, as mlx-lm does."""
+    """After each update and each batch of an evaluation, as mlx-lm does.
+
+    Never after an error of the transport: here MLX waits for all that its threads still do, and lets no other thread of
+    Python run meanwhile. A message to a rank that is lost never leaves, and the process would never end.
+    """
     if mx.get_cache_memory() > config.clear_cache_threshold:
         mx.clear_cache()
 
