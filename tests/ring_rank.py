@@ -83,6 +83,15 @@ def peer_lost_in_a_sum(world: RingWorld) -> str:
     return _outlive_the_last(world, _sums)
 
 
+def stays_away_from_a_sum(world: RingWorld) -> str:
+    """The last rank does something else, and says by beats that it is there."""
+    rank, last = world.local_ranks[0], world.world_size - 1
+    if rank == last:
+        time.sleep(60)
+    world.run({rank: _sums(world.transport(rank))})
+    return "came about"
+
+
 def many_pieces(world: RingWorld) -> str:
     rank = world.local_ranks[0]
     return str(world.run({rank: _to_and_fro(world.transport(rank))})[rank])
@@ -207,7 +216,7 @@ def main() -> None:
         lanes="single" if lanes == "single" else "directional",
         max_piece_bytes=next((int(text) for text in more if text.isdecimal()), MAX_PIECE_BYTES),
         check_messages="checked" in more,
-        timeout_seconds=ENDING_TIMEOUT_SECONDS if case.startswith("ending:") else TIMEOUT_SECONDS,
+        timeout_seconds=ENDING_TIMEOUT_SECONDS if case.startswith(("ending:", "stays_away")) else TIMEOUT_SECONDS,
     )
     name, *arguments = case.split(":")
     try:

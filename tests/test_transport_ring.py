@@ -111,6 +111,18 @@ def test_a_lost_peer_is_named_with_the_place(case: str, waited_for: str, lanes: 
 
 
 @pytest.mark.ring
+def test_a_rank_that_is_there_but_never_comes_to_a_sum_is_named() -> None:
+    *waited, _ = run_ranks([[RANK, "stays_away_from_a_sum"]] * 3, timeout_seconds=40, not_waited_for=[2])
+    for rank, each in enumerate(waited):
+        assert each.returncode not in (None, 0), report(waited)
+        assert re.search(
+            rf"TransportTimeout: \[rank {rank}\] rank [01] waited too long: 5\.\d s for every rank to come to the norm"
+            r"; rank [01] waited for every rank to come to the norm; rank 2 is there and waited for nobody",
+            each.stderr,
+        ), report(waited)
+
+
+@pytest.mark.ring
 @pytest.mark.parametrize("lanes", ["directional", "single"])
 def test_large_messages_go_in_pieces(lanes: str) -> None:
     ended = run_ranks([[RANK, "many_pieces", lanes, "4000"]] * 2, timeout_seconds=30)

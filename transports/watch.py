@@ -1,7 +1,8 @@
 """Who is still there: a thread beside each rank of a group, with a TCP connection of its own.
 
 A communication of MLX that waits cannot be interrupted, and cannot tell a peer that has ended from one that is silent.
-So each rank says a few times in every timeout that it is there, and the first failure is told to all, who end by it::
+So each rank says a few times in every timeout that it is there, and what it waits for; the first failure is told to
+all, who end by it::
 
     rank 1 ── beats; why it failed ──> rank 0, the hub ── beats; whose failure came first ──> every rank
 
@@ -36,6 +37,8 @@ GRACE_SECONDS = 1.0
 
 _BEATS = 8
 """Beats in one timeout."""
+
+_AWAY = "is there and waited for nobody: it computes, or does something else"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class _Peer:
     heard_at: float
     is_gone: bool = False
     unread: bytes = b""
+    waits_for: str = ""
+    """What it said last that it waits for; empty while it computes."""
 
 
 Report = Callable[[str, str], str]
@@ -196,7 +201,7 @@ class Watch:
             self._listen_for(self._interval / 2)
             now = monotonic()
             if now >= beat_at:
-                self._say({"beat": True})
+                self._say({"waits_for": self.waits_for})
                 beat_at = now + self._interval
             self._look_for_failures(now)
             if self._cause is not None and self._is_blocked(now):
@@ -251,7 +256,9 @@ class Watch:
         elif "cause" in message:
             self._learn(Cause(**message["cause"]))
         elif "waited" in message:
-            self._learn(self._silent_rank() or Cause(peer.rank, "waited", message["waited"]))
+            self._learn(self._why_waited(peer.rank, message["waited"]))
+        elif "waits_for" in message:
+            peer.waits_for = message["waits_for"]
 
     def _look_for_failures(self, now: float) -> None:
         for peer in self._peers:
@@ -262,13 +269,20 @@ class Watch:
 
     def _has_waited_too_long(self, text: str) -> None:
         """Find out for whom; only the hub hears everybody."""
-        if silent := self._silent_rank():
-            self._learn(silent)
-        elif self.rank == 0:
-            self._learn(Cause(self.rank, "waited", text))
+        if self.rank == 0 or self._silent_rank():
+            self._learn(self._why_waited(self.rank, text))
         elif not self._has_asked:
             self._has_asked = True
             self._say({"waited": text})
+
+    def _why_waited(self, rank: int, text: str) -> Cause:
+        """Somebody who is silent; else the wait itself, with what the other ranks did meanwhile."""
+        if silent := self._silent_rank():
+            return silent
+        waits = {peer.rank: peer.waits_for for peer in self._peers if not peer.is_gone} | {self.rank: self.waits_for}
+        waits.pop(rank)
+        did = [f"rank {other} " + (f"waited for {waits[other]}" if waits[other] else _AWAY) for other in sorted(waits)]
+        return Cause(rank, "waited", "; ".join([text, *did]))
 
     def _silent_rank(self) -> Cause | None:
         """Whose silence explains that somebody has waited too long: the connected rank that was last heard of first."""
