@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
-import numpy as np
 from mlx_lm.tuner.callbacks import TrainingCallback, get_reporting_callbacks
 from mlx_lm.tuner.utils import print_trainable_parameters
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from pptrain import partition
 from pptrain.agreement import Settings, agree, fingerprint_of, settings_of
 from pptrain.checkpoint import (
     ADAPTERS,
@@ -34,26 +31,21 @@ from pptrain.data import Data, load_data
 from pptrain.durable import At, nothing, write_whole
 from pptrain.errors import ConfigError, NonFiniteError, SaveError
 from pptrain.fetch import fetched
-from pptrain.machine import look
-from pptrain.microbatch import cross_entropy, kept_random_state
+from pptrain.layer_sizes import balanced_sizes, sizes_asked_for
 from pptrain.perfetto import chrome_trace
 from pptrain.pipeline import Pipeline
-from pptrain.plan import Machines, balanced_layers, seconds_at
 from pptrain.progress import Progress
 from pptrain.recipe import Loaded, load_base, load_trained, make_optimizer, prepare_training
 from pptrain.record import METRICS, Record, Start, note_start
-from pptrain.registry import find_schedule
 from pptrain.report import Console, Metrics
 from pptrain.resume import Asked, choose, put_back
 from pptrain.saving import Checkpoints
-from pptrain.segment import Cut
-from pptrain.sizes import measure
 from pptrain.stopping import asked_by_signals
 from pptrain.store import names_in
 from pptrain.timeline import on_one_clock
 from pptrain.trace import count_layers
 from pptrain.train import Ended, Run, evaluate
-from transports import Lanes, Task, Transport, World, detect, open_world
+from transports import Lanes, World, detect, open_world
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +103,7 @@ def execute(config: TrainConfig, at: At = nothing, command: Sequence[str] = ()) 
         fetched(config, world, lambda loaded: _own_names(config, loaded, world)) as directory,
     ):
         loaded = load_base(config, directory)
-        sizes = cut_sizes(config, world, count_layers(loaded.model))
+        sizes = sizes_asked_for(config, world, count_layers(loaded.model))
         num_tokens = vocabulary_size(loaded)
         if config.train:
             prepare_training(loaded.model, config)
@@ -128,14 +120,26 @@ def execute(config: TrainConfig, at: At = nothing, command: Sequence[str] = ()) 
         if config.layers == "auto":
             sizes = balanced_sizes(config, loaded.model, world)
             pipeline = make_pipeline(config, loaded, sizes, world)
+        if config.train and 0 in world.local_ranks:
+            warn_of_order(pipeline)
         fingerprint = fingerprint_of(settings, data.training_fingerprint()[:12])
         settings["layers"] = ",".join(map(str, sizes))
         return _carry_out(_Job(config, loaded, data, pipeline, settings, fingerprint, command, at))
 
 
+def warn_of_order(pipeline: Pipeline) -> None:
+    """Say where the cut keeps gradients from being bit-equal to one device's; see `Pipeline.reordered`."""
+    if layers := pipeline.reordered:
+        logger.warning(
+            "The cut before layer %s adds gradients in another order than one device: those of what lies before it "
+            "differ in their last bits. Another --layers may keep the order.",
+            ", ".join(map(str, layers)),
+        )
+
+
 def _own_names(config: TrainConfig, loaded: Loaded, world: World) -> set[str]:
     """What this process's stages read of a model that has no adapters yet."""
-    sizes = cut_sizes(config, world, count_layers(loaded.model))
+    sizes = sizes_asked_for(config, world, count_layers(loaded.model))
     pipeline = make_pipeline(config, loaded, sizes, world)
     return {name for rank in world.local_ranks for name in pipeline.own_names(rank)}
 
@@ -297,48 +301,6 @@ def _write_trace(path: Path, pipeline: Pipeline, is_first: bool) -> None:
 def vocabulary_size(loaded: Loaded) -> int:
     """How many tokens the model tells apart, from the shape of its logits; nothing is evaluated."""
     return loaded.model(mx.zeros((1, 1), mx.int32)).shape[-1]
-
-
-def cut_sizes(config: TrainConfig, world: World, num_layers: int) -> tuple[int, ...]:
-    """Layers of each stage, checked before any weight is read; for `auto` an even cut, for the time being.
-
-    Raises:
-        PartitionError: If the layers cannot be divided so.
-    """
-    if isinstance(config.layers, tuple):
-        return partition.explicit(num_layers, config.layers)
-    return partition.even(num_layers, config.num_ranks(world.world_size) * config.stages_on_each_rank)
-
-
-def balanced_sizes(config: TrainConfig, model: nn.Module, world: World) -> tuple[int, ...]:
-    """The cut that `pptrain plan` finds for these machines, taken to be equally fast; the same on every rank.
-
-    Raises:
-        PartitionError: If no cut fits, with the closest.
-    """
-    num_microbatches = config.microbatches or config.batch_size
-    with kept_random_state():
-        cut = Cut.of(model, mx.zeros((1, 8), mx.int32), cross_entropy)
-    rows = -(-config.batch_size // num_microbatches)
-    sizes = measure(cut, rows, config.max_seq_length, make_optimizer(config))
-    sharing = len(world.local_ranks)
-    tasks = {rank: _memory_of_all(world.transport(rank), sharing) for rank in world.local_ranks}
-    memory = world.run(tasks)[world.local_ranks[0]]
-    machines = Machines(memory, (seconds_at(sizes, 1.0),) * len(memory))
-    schedule = find_schedule(config.schedule)(len(memory), num_microbatches)
-    found = balanced_layers(sizes, machines, schedule, config.recompute)
-    if 0 in world.local_ranks:
-        print(f"Balanced cut: --layers {','.join(map(str, found))}", flush=True)
-    return found
-
-
-def _memory_of_all(transport: Transport, sharing: int) -> Task[tuple[float, ...]]:
-    """Bytes that each rank may use, of a machine that so many share."""
-    mine = look().usable_bytes / sharing
-    ranks = range(transport.world_size)
-    memory = transport.all_sum(mx.array([mine if rank == transport.rank else 0.0 for rank in ranks]), "memory")
-    yield memory
-    return tuple(float(each) for each in np.asarray(memory.array))
 
 
 def make_pipeline(config: TrainConfig, loaded: Loaded, sizes: Sequence[int], world: World) -> Pipeline:

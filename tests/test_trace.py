@@ -9,6 +9,7 @@ from tiny import Tiny, batch, leaves, llama, same_bits, tiny
 
 from pptrain import Pipeline, reference
 from pptrain.errors import ModelError
+from pptrain.job import warn_of_order
 from pptrain.lazy import mentions
 from pptrain.model import ArraySpec
 from pptrain.trace import count_layers, trace
@@ -174,14 +175,19 @@ def test_a_trace_shows_in_which_order_one_device_adds_and_which_cuts_change_it()
     assert trace(built(odd_models.FromEmbedding), TOKENS).out_of_order(1) == [0]
 
 
-def test_a_cut_that_changes_the_order_of_adding_is_told():
+def test_a_cut_that_changes_the_order_of_adding_is_told(caplog):
     model = built(odd_models.InTurn)
     pipeline = Pipeline(model, layers=(2, 2), recompute="layer")
     assert pipeline.reordered == [2]
     one = reference.value_and_grad(model, *batch(5), 3)
     for name in differing(model, pipeline.value_and_grad(*batch(5), 3), one):
         assert name.startswith(("embed.", "layers.0.")), name  # nothing from the cut on
-    assert Pipeline(built(odd_models.ReadsTwoBefore), layers=(2, 2)).reordered == []
+    warn_of_order(pipeline)
+    assert "The cut before layer 2 adds gradients in another order than one device" in caplog.text
+    caplog.clear()
+    in_order = Pipeline(built(odd_models.ReadsTwoBefore), layers=(2, 2))
+    warn_of_order(in_order)
+    assert (in_order.reordered, caplog.text) == ([], "")
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
