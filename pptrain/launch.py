@@ -60,8 +60,11 @@ class Outcome:
 
     @property
     def first(self) -> int | None:
-        """The rank that failed first: one that was not lost or silent to another, as far as there is one."""
-        causes = [rank for rank, code in self.codes.items() if code not in (3, 4)]
+        """The rank that failed first: one that did not end because of another, as far as there is one.
+
+        After the first failure `mlx.launch` ends the others by SIGTERM.
+        """
+        causes = [rank for rank, code in self.codes.items() if code not in (3, 4, -signal.SIGTERM)]
         return next(iter([*causes, *self.codes]), None)
 
     @property

@@ -57,6 +57,15 @@ def test_a_signal_is_told_as_a_shell_tells_it():
     assert (outcome.first, outcome.exit_code) == (1, 137)
 
 
+def test_a_rank_that_the_launcher_ended_is_not_the_first_that_failed():
+    outcome, _ = read(
+        "[rank 0, exit code 4] TransportTimeout: rank 2 is silent",
+        "[WARN] Node with rank 0 exited with code 4",
+        "[WARN] Node with rank 1 exited with code -15",
+    )
+    assert (outcome.first, outcome.exit_code) == (0, 4)
+
+
 def launch(*command: str, ranks: int = 2, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     return subprocess.run(launcher(ranks, *command), cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 

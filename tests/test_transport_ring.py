@@ -246,9 +246,15 @@ JACCL = {"MLX_RANK": "0", "MLX_JACCL_COORDINATOR": "10.0.0.1:5000"}
         (DEVICES, {"MLX_RANK": "abc"}, "MLX_RANK is 'abc'"),
         (DEVICES, {"MLX_JACCL_COORDINATOR": ""}, "MLX_JACCL_COORDINATOR is ''"),
         (DEVICES, {"MLX_JACCL_COORDINATOR": "10.0.0.1"}, "MLX_JACCL_COORDINATOR is '10.0.0.1'"),
+        (DEVICES, {"MLX_JACCL_COORDINATOR": "10.0.0.1:70000"}, "MLX_JACCL_COORDINATOR is '10.0.0.1:70000'"),
         ([["rdma_en2"], [None]], {}, "entry 0 is .*, but a list of 2 devices was expected"),
         ([[None, None], ["rdma_en2", None]], {}, "entry 0 is .*, which names no device to rank 1"),
         ([[None, "a", None, "b"]] * 4, {}, "which names no device to rank 2"),
+        (
+            [[None, "a", "b"], ["a", None, None], ["b", None, None]],
+            {},
+            "entry 1 is .*, which names no device to rank 2",
+        ),
         ([[None, *["a"] * 9]] * 10, {}, "rank 0 of 10 has 9 peers, but JACCL links to 8 at most"),
         ([[None, "a", None, None]] * 4, {"MLX_JACCL_RING": "1"}, "which names no device to rank 3"),
     ],
@@ -309,13 +315,18 @@ def test_ranks_of_different_systems_do_not_begin() -> None:
     ("environ", "backend"),
     [
         ({}, None),
-        ({"MLX_RANK": "0"}, None),
+        ({"MLX_RANK": "", "MLX_HOSTFILE": ""}, None),
         ({"MLX_RANK": "0", "MLX_HOSTFILE": "hosts.json"}, "ring"),
         ({"MLX_RANK": "0", "MLX_IBV_DEVICES": "devices.json", "MLX_JACCL_COORDINATOR": "10.0.0.1:5000"}, "jaccl"),
     ],
 )
 def test_detects_what_the_launcher_set_up(environ: dict[str, str], backend: str | None) -> None:
     assert detect(environ) == backend
+
+
+def test_a_rank_of_another_backend_does_not_run_alone() -> None:
+    with pytest.raises(TransportSetupError, match=r"MLX_RANK is '1', but neither MLX_HOSTFILE .* is set"):
+        detect({"MLX_RANK": "1", "MLX_WORLD_SIZE": "2", "NCCL_HOST_IP": "127.0.0.1"})
 
 
 def test_opens_a_loopback() -> None:

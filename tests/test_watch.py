@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
+from contextlib import closing
 
 from transports.watch import Cause, Watch
 
@@ -22,9 +24,9 @@ class SlowToTell(socket.socket):
         return super().sendall(data, *flags)
 
 
-def started(connection: socket.socket, rank: int) -> Watch:
+def started(connection: socket.socket, rank: int, here: int = 0, timeout: float = 60.0) -> Watch:
     """A watch that leaves signals alone, as it does outside the main thread."""
-    watch = Watch(0, 3, 60.0, lambda happened, waited_for: happened)
+    watch = Watch(here, 3, timeout, lambda happened, waited_for: happened, lambda _: None)
     thread = threading.Thread(target=watch.start, args=([(rank, connection)],))
     thread.start()
     thread.join()
@@ -46,3 +48,24 @@ def test_a_rank_learns_of_a_failure_only_when_the_others_have_been_told() -> Non
         asks.join(20)
         assert found == [Cause(1, "lost")]
         watch.close()
+
+
+def test_a_wait_ends_in_time_though_the_hub_has_ended() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, closing(started(ours, 0, here=1, timeout=0.4)) as watch:
+        theirs.sendall(b'{"bye": true}\n')
+        with watch.waiting("1B0 from rank 2"):
+            cause = watch.cause(5.0)
+    assert cause is not None
+    assert (cause.rank, cause.kind) == (1, "waited")
+    assert "1B0 from rank 2" in cause.text
+
+
+def test_a_link_that_broke_while_the_hub_is_silent_is_the_hubs_doing() -> None:
+    """Another rank has waited longer, and ended by it; the hub can tell nobody."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, closing(started(ours, 0, here=1, timeout=4.0)) as watch:
+        time.sleep(1.6)
+        cause = watch.cause(0.3)
+    assert cause is not None
+    assert (cause.rank, cause.kind) == (0, "silent")

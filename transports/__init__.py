@@ -27,6 +27,7 @@ from transports.jaccl import JacclWorld
 from transports.loopback import LoopbackWorld
 from transports.operations import BufferReceive
 from transports.ring import RingWorld
+from transports.setup import START
 
 TransportName = Literal["loopback", "ring", "jaccl"]
 
@@ -61,10 +62,21 @@ __all__ = [
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> Literal["ring", "jaccl"] | None:
-    """Which backend `mlx.launch` started this process for; None if it was not started so."""
+    """Which backend `mlx.launch` started this process for; None if it was not started so.
+
+    Raises:
+        TransportSetupError: If it was started as a rank of another backend: alone, each would do the whole work.
+    """
     if environ.get("MLX_IBV_DEVICES") or environ.get("MLX_JACCL_COORDINATOR"):
         return "jaccl"
-    return "ring" if environ.get("MLX_HOSTFILE") else None
+    if environ.get("MLX_HOSTFILE"):
+        return "ring"
+    if rank := environ.get("MLX_RANK"):
+        raise TransportSetupError(
+            f"MLX_RANK is {rank!r}, but neither MLX_HOSTFILE (of a ring) nor MLX_IBV_DEVICES (of JACCL) is set. "
+            f"{START.format(backend='ring')}, or unset MLX_RANK."
+        )
+    return None
 
 
 def open_world(

@@ -253,8 +253,9 @@ class GroupTransport(Transport):
         """Everything that helps to find out what happened, and when."""
         *before, here = self._positions
         waits = f", waiting for {waited_for}" if waited_for else ""
-        if self.watch and not waited_for and self.watch.waits_for:
-            waits = f", waiting {self.watch.seconds_waited():.1f} s for {self.watch.waits_for}"
+        what, seconds = self.watch.present_wait if self.watch else ("", 0.0)
+        if what and not waited_for:
+            waits = f", waiting {seconds:.1f} s for {what}"
         lines = [f"[rank {self.rank}] {happened}.", f"  This rank stood at {here}{waits}."]
         lines += [f"  Before that: {', '.join(before)}."] if before else []
         return "\n".join([*lines, "  See what that rank said last, and start all ranks again."])

@@ -58,8 +58,8 @@ class JacclWorld(GroupWorld):
     ) -> None:
         where, devices = read_json(environ, "MLX_IBV_DEVICES", "jaccl")
         rank = rank_among(environ, len(devices), where)
+        check_devices(devices, environ, where)
         peers = peers_of(rank, len(devices), environ)
-        check_devices(devices, rank, peers, where)
         coordinator = _check_coordinator(environ)
         if environ.get("MLX_METAL_FAST_SYNCH", "0") not in ("", "0"):
             logger.warning("MLX_METAL_FAST_SYNCH is set: with it deadlocks were reported. Unset it.")
@@ -80,20 +80,24 @@ def peers_of(rank: int, world_size: int, environ: Mapping[str, str]) -> set[int]
     return set(range(world_size)) - {rank}
 
 
-def check_devices(devices: list[object], rank: int, peers: set[int], where: str) -> None:
-    """This rank's row names a device for each peer: `[null, "rdma_en5"]` for rank 0 of two."""
-    if len(peers) > MAX_PEERS:
-        raise TransportSetupError(
-            f"{where}: rank {rank} of {len(devices)} has {len(peers)} peers, but JACCL links to {MAX_PEERS} at most. "
-            "Use fewer ranks, or a ring: --backend jaccl-ring."
-        )
-    row = devices[rank]
-    if not isinstance(row, list) or len(cast(list[object], row)) != len(devices):
-        raise TransportSetupError(
-            f"{where}: entry {rank} is {row!r}, but a list of {len(devices)} devices was expected."
-        )
-    if missing := [peer for peer in sorted(peers) if not cast(list[object], row)[peer]]:
-        raise TransportSetupError(f"{where}: entry {rank} is {row!r}, which names no device to rank {missing[0]}.")
+def check_devices(devices: list[object], environ: Mapping[str, str], where: str) -> None:
+    """Each rank's row names a device for each of its peers: `[null, "rdma_en5"]` for rank 0 of two.
+
+    Every rank looks at all rows: it would wait in vain for one that has a wrong one.
+    """
+    for rank, row in enumerate(devices):
+        peers = peers_of(rank, len(devices), environ)
+        if len(peers) > MAX_PEERS:
+            raise TransportSetupError(
+                f"{where}: rank {rank} of {len(devices)} has {len(peers)} peers, but JACCL links to {MAX_PEERS} at "
+                "most. Use fewer ranks, or a ring: --backend jaccl-ring."
+            )
+        if not isinstance(row, list) or len(cast(list[object], row)) != len(devices):
+            raise TransportSetupError(
+                f"{where}: entry {rank} is {row!r}, but a list of {len(devices)} devices was expected."
+            )
+        if missing := [peer for peer in sorted(peers) if not cast(list[object], row)[peer]]:
+            raise TransportSetupError(f"{where}: entry {rank} is {row!r}, which names no device to rank {missing[0]}.")
 
 
 def frame_class(macos: str | None = None) -> str:
@@ -108,7 +112,8 @@ def frame_class(macos: str | None = None) -> str:
 
 def _check_coordinator(environ: Mapping[str, str]) -> Address:
     coordinator = environ.get("MLX_JACCL_COORDINATOR", "")
-    if not coordinator.rpartition(":")[0] or not coordinator.rpartition(":")[2].isdecimal():
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise TransportSetupError(
             f"MLX_JACCL_COORDINATOR is {coordinator!r}, but the address of rank 0 was expected, as '10.0.0.1:5000'. "
             f"{START.format(backend='jaccl')}."

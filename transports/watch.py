@@ -38,6 +38,9 @@ GRACE_SECONDS = 1.0
 _BEATS = 8
 """Beats in one timeout."""
 
+_LONGEST_SECONDS = 1e6
+"""A socket takes no timeout that is beyond what a clock counts."""
+
 _AWAY = "is there and waited for nobody: it computes, or does something else"
 
 
@@ -121,8 +124,7 @@ class Watch:
         self._known_at = 0.0
         self._has_asked = False
         self._is_noticed = False
-        self._waits_since: float | None = None
-        self.waits_for = ""
+        self._wait: tuple[str, float] | None = None  # one thing, since the thread reads it at any time
         self._is_closed = False
         self._signals: socket.socket | None = None
         self._signals_left = 0
@@ -132,7 +134,7 @@ class Watch:
     def start(self, connections: Connections) -> None:
         """Begin to watch; every rank calls this at about the same time."""
         for rank, connection in connections:
-            connection.settimeout(self.timeout_seconds)
+            connection.settimeout(min(self.timeout_seconds, _LONGEST_SECONDS))
             self._peers.append(_Peer(connection, rank, monotonic()))
         self._catch_signals()
         atexit.register(self.close)
@@ -141,20 +143,22 @@ class Watch:
     @contextmanager
     def waiting(self, what: str) -> Generator[None]:
         """Count the seconds of one wait."""
-        self.waits_for, self._waits_since = what, monotonic()
+        self._wait = what, monotonic()
         try:
             yield
         finally:
-            self.waits_for, self._waits_since = "", None
+            self._wait = None
 
-    def seconds_waited(self) -> float:
-        """How long the present wait has lasted."""
-        since = self._waits_since
-        return 0.0 if since is None else monotonic() - since
+    @property
+    def present_wait(self) -> tuple[str, float]:
+        """What is waited for, and for how many seconds; empty while nothing is."""
+        wait = self._wait
+        return ("", 0.0) if wait is None else (wait[0], monotonic() - wait[1])
 
     def cause(self, patience_seconds: float) -> Cause | None:
         """The first failure, if one is known, or becomes known in the time given; the caller then acts on it."""
-        self._known.wait(patience_seconds)
+        if not self._known.wait(patience_seconds) and patience_seconds and (silent := self._silent_rank()):
+            self._learn(silent)  # Only a hub that says nothing leaves this rank without word of what others ended by.
         with self._lock:  # A rank that acts on it ends, so first the others have to be told.
             self._is_noticed = self._cause is not None
             return self._cause
@@ -201,7 +205,7 @@ class Watch:
             self._listen_for(self._interval / 2)
             now = monotonic()
             if now >= beat_at:
-                self._say({"waits_for": self.waits_for})
+                self._say({"waits_for": self.present_wait[0]})
                 beat_at = now + self._interval
             self._look_for_failures(now)
             if self._cause is not None and self._is_blocked(now):
@@ -210,8 +214,8 @@ class Watch:
 
     def _is_blocked(self, now: float) -> bool:
         """Whether this rank has been in a wait for a while although a failure is known."""
-        since = self._waits_since
-        return not self._is_noticed and since is not None and now - max(since, self._known_at) > GRACE_SECONDS
+        wait = self._wait
+        return not self._is_noticed and wait is not None and now - max(wait[1], self._known_at) > GRACE_SECONDS
 
     def error_of(self, cause: Cause, waited_for: str = "") -> TransportError:
         """What this rank ends with, and what it waited for, if that is not the present wait."""
@@ -248,7 +252,8 @@ class Watch:
         peer.heard_at = monotonic()
         *lines, peer.unread = (peer.unread + data).split(b"\n")
         for line in lines:
-            self._understand(peer, json.loads(line))
+            if not peer.is_gone:  # what it had still to say when it said good-bye is of no account
+                self._understand(peer, json.loads(line))
 
     def _understand(self, peer: _Peer, message: dict[str, Any]) -> None:
         if "bye" in message:
@@ -264,12 +269,13 @@ class Watch:
         for peer in self._peers:
             if now - peer.heard_at > self.timeout_seconds and not peer.is_gone:
                 self._learn(Cause(peer.rank, "silent", f"{now - peer.heard_at:.1f}"))
-        if self.seconds_waited() > self.timeout_seconds:
-            self._has_waited_too_long(f"{self.seconds_waited():.1f} s for {self.waits_for}")
+        what, seconds = self.present_wait
+        if seconds > self.timeout_seconds:
+            self._has_waited_too_long(f"{seconds:.1f} s for {what}")
 
     def _has_waited_too_long(self, text: str) -> None:
-        """Find out for whom; only the hub hears everybody."""
-        if self.rank == 0 or self._silent_rank():
+        """Find out for whom; only the hub hears everybody, and nobody does when it has ended."""
+        if self.rank == 0 or self._silent_rank() or all(peer.is_gone for peer in self._peers):
             self._learn(self._why_waited(self.rank, text))
         elif not self._has_asked:
             self._has_asked = True
@@ -279,7 +285,8 @@ class Watch:
         """Somebody who is silent; else the wait itself, with what the other ranks did meanwhile."""
         if silent := self._silent_rank():
             return silent
-        waits = {peer.rank: peer.waits_for for peer in self._peers if not peer.is_gone} | {self.rank: self.waits_for}
+        waits = {peer.rank: peer.waits_for for peer in self._peers if not peer.is_gone}
+        waits[self.rank] = self.present_wait[0]
         waits.pop(rank)
         did = [f"rank {other} " + (f"waited for {waits[other]}" if waits[other] else _AWAY) for other in sorted(waits)]
         return Cause(rank, "waited", "; ".join([text, *did]))
