@@ -272,6 +272,18 @@ def test_a_machine_without_jaccl_says_so(tmp_path: Path) -> None:
         JacclWorld(environ={**JACCL, "MLX_IBV_DEVICES": _hosts(tmp_path, DEVICES)})
 
 
+@pytest.mark.ring
+def test_ranks_of_jaccl_begin_together_and_keep_the_contract_in_one_lane(tmp_path: Path) -> None:
+    """Over a ring in JACCL's place: the class itself, from its environment to the end of the contract."""
+    devices, [port] = _hosts(tmp_path, DEVICES), free_ports(1)
+    rank = [str(Path(__file__).with_name("jaccl_rank.py")), devices, f"127.0.0.1:{port}"]
+    first, second = ended = run_ranks([rank] * 2, timeout_seconds=60)
+    assert [each.returncode for each in ended] == [0, 0], report(ended)
+    begins, lanes = first.stdout.split()
+    assert lanes == "single"
+    assert float(begins) >= float(second.stdout.split()[0]), "rank 0 has not waited for rank 1"
+
+
 @pytest.mark.parametrize(("value", "times"), [("1", 1), ("0", 0), ("", 0)])
 def test_a_variable_that_makes_jaccl_hang_is_a_warning(tmp_path: Path, caplog, value: str, times: int) -> None:
     devices = _hosts(tmp_path, DEVICES)
