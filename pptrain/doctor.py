@@ -7,6 +7,7 @@ others: a transport is not used after its first error.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -36,6 +37,14 @@ class Outcome:
     result: str
     """`kept`, `broken`, or `left out`."""
     why: str = ""
+    exit_code: int = 1
+    """What the doctor ends with where this is what was broken first."""
+
+    @classmethod
+    def broken(cls, promise: str, error: ContractBroken | TransportError) -> Outcome:
+        """A promise that an error has ended."""
+        code = error.exit_code if isinstance(error, TransportError) else 1
+        return cls(promise, "broken", f"{type(error).__name__}: {error}", code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +105,20 @@ class Report:
 
 
 def run(options: Sequence[str]) -> int:
-    """Examine, print, and return the exit code: 1 if a promise is broken."""
+    """Examine, print, and return the exit code: if a promise is broken that of its error, as for `pptrain train`."""
     asked = _parse(options)
     backend = detect()
     if backend is None:
         _print(Report.of(None), asked.json)
         return 0
-    world = open_world(backend, lanes=asked.lanes)
+    world = open_world(backend, lanes=asked.lanes, check_messages=asked.check_messages, timeout_seconds=asked.timeout)
     links = examine(world, backend, quick=asked.quick, heavy=asked.heavy)
     if world.local_ranks[0] == 0:
         _print(Report.of(links), asked.json)
     elif links.broken:
         rank, outcome = world.local_ranks[0], links.broken[0]
         print(f"[rank {rank}] {outcome.promise} is broken: {outcome.why}", file=sys.stderr, flush=True)
-    return 1 if links.broken else 0
+    return links.broken[0].exit_code if links.broken else 0
 
 
 def examine(world: World, backend: str, *, quick: bool = False, heavy: bool = False) -> Links:
@@ -225,7 +234,7 @@ def _check(world: World, promises: Sequence[Promise]) -> list[Outcome]:
             world.run({rank: promise.check(world.transport(rank)) for rank in world.local_ranks})
         except (ContractBroken, TransportError) as error:
             because = f"not checked after {promise.name} was broken"
-            outcomes.append(Outcome(promise.name, "broken", f"{type(error).__name__}: {error}"))
+            outcomes.append(Outcome.broken(promise.name, error))
             return outcomes + [Outcome(later.name, "left out", because) for later in promises[index + 1 :]]
         outcomes.append(Outcome(promise.name, "kept"))
     return outcomes
@@ -236,7 +245,7 @@ def _measure(world: World, links: Links, sizes: Sequence[int]) -> None:
     try:
         speeds, compute, facts = world.run(tasks)[world.local_ranks[0]]
     except TransportError as error:
-        links.outcomes.append(Outcome("lasts_while_it_is_measured", "broken", f"{type(error).__name__}: {error}"))
+        links.outcomes.append(Outcome.broken("lasts_while_it_is_measured", error))
         return
     links.speeds.extend(speeds)
     links.compute.extend(compute)
@@ -262,12 +271,21 @@ class _Parser(ArgumentParser):
         raise ConfigError(f"{message[:1].upper()}{message[1:]}. See pptrain doctor --help.")
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise ValueError(text)
+    return seconds
+
+
 def _parse(options: Sequence[str]) -> Namespace:
     about = "What this machine is, and under mlx.launch whether its links keep what training relies on."
     parser = _Parser(prog="pptrain doctor", description=about, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--quick", action="store_true", help="leave out what sends more than 1 MB at once")
     parser.add_argument("--heavy", action="store_true", help="also send 2 GiB at once; takes 8 GiB of memory a rank")
+    parser.add_argument("--timeout", type=_seconds, default=60.0, help="seconds for a single wait; 60 if left out")
+    parser.add_argument("--check-messages", action="store_true", help="send a header before each message, checked")
     parser.add_argument("--lanes", choices=["single", "directional"], help="as the transport does it, if left out")
     return parser.parse_args(options)
 

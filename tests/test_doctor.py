@@ -126,9 +126,33 @@ def test_over_a_ring_as_json() -> None:
 def test_a_rank_that_ends_breaks_the_contract_of_the_others() -> None:
     ends = "import os; from transports import RingWorld; RingWorld(); os._exit(0)"
     ended = run_ranks([[*DOCTOR, "--quick"], ["-c", ends]], timeout_seconds=60)
-    assert ended[0].returncode == 1, report(ended)
+    assert ended[0].returncode == 3, report(ended)
     assert "  broken    arrives_bit_for_bit_in_every_dtype: PeerLost: [rank 0]" in ended[0].stdout, report(ended)
     assert "verdict    Do not train over these links: arrives_bit_for_bit" in ended[0].stdout
+
+
+@pytest.mark.ring
+def test_a_rank_that_stays_away_is_named_within_the_timeout() -> None:
+    stays = "import time; from transports import RingWorld; RingWorld(timeout_seconds=2); time.sleep(60)"
+    first, _ = run_ranks(
+        [[*DOCTOR, "--quick", "--timeout", "2"], ["-c", stays]], timeout_seconds=40, not_waited_for=[1]
+    )
+    assert first.returncode == 4, first.stderr
+    assert "rank 1 is there and waited for nobody" in first.stdout + first.stderr
+
+
+@pytest.mark.ring
+def test_checked_messages_are_refused_in_another_shape() -> None:
+    ended = run_ranks([[*DOCTOR, "--quick", "--json", "--check-messages"]] * 2, timeout_seconds=60)
+    assert [each.returncode for each in ended] == [0, 0], report(ended)
+    outcomes = {each["promise"]: each for each in json.loads(ended[0].stdout)["links"]["outcomes"]}
+    assert "does not check messages" not in outcomes["refuses_another_shape"]["why"]
+
+
+@pytest.mark.parametrize("timeout", ["0", "-1", "nan", "inf", "soon"])
+def test_a_wrong_timeout_is_refused(timeout: str, capsys) -> None:
+    assert main(["doctor", "--timeout", timeout]) == 2
+    assert "--timeout" in capsys.readouterr().err
 
 
 def test_a_dishonest_link_is_named_by_the_first_promise_that_it_breaks() -> None:
