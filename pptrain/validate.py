@@ -35,8 +35,8 @@ from transports.buffers import bytes_of
 Word = Literal["ok", "close", "fails on one device", "cannot be cut here"]
 Variant = Literal["full", "lora", "qlora"]
 
-_BOUND = 1e-6
-"""Of a parameter that stages share, relative to the sum over microbatches of its largest gradient; float32."""
+_BOUNDS = {mx.float32: 1e-6, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
+"""Of a parameter that stages share, relative to the sum over microbatches of its largest gradient; by its dtype."""
 
 _LORA = {"rank": 4, "scale": 2.0, "dropout": 0.0}
 _SCHEDULES = ("1f1b", "zb-h1")
@@ -111,6 +111,9 @@ def _judge(target: Target, plan: Plan, verdict: Verdict) -> None:
     for variant in plan.variants:
         try:
             compared = _on_one_device(target, variant, verdict)
+        except ModelError as error:  # ours, about what cannot be intercepted on one device either
+            _note(verdict, "cannot be cut here", _short(error))
+            return
         except Exception as error:
             # A model's own code may raise anything.
             if variant == "full":
@@ -121,6 +124,8 @@ def _judge(target: Target, plan: Plan, verdict: Verdict) -> None:
         _compare_all(*compared, variant, plan, verdict)
         if verdict.word not in ("ok", "close"):
             return
+    if not verdict.num_runs:
+        verdict.word, verdict.reason = "fails on one device", verdict.notes[0]
 
 
 def _on_one_device(target: Target, variant: Variant, verdict: Verdict) -> tuple[nn.Module, list[Microbatch], Result]:
@@ -159,7 +164,7 @@ def _compare_all(
             difference = _differs(model, way, microbatches, one, largest)
         except PptrainError as error:
             if way in whole:  # nor into any number of stages
-                _note(verdict, *_cannot(model, microbatches[0], _short(error)))
+                _note(verdict, "cannot be cut here", _short(error))
                 return
             _note(verdict, "cannot be cut here", f"{way}: {_short(error)}")
             continue
@@ -167,30 +172,10 @@ def _compare_all(
             _note(verdict, "close", f"{way}: {difference}")
 
 
-def _cannot(model: nn.Module, microbatch: Microbatch, why: str) -> tuple[Word, str]:
-    """What to call a model that cannot be cut; one that mlx-lm itself cannot train is none that we fail at.
-
-    mlx-lm compiles its step. While a forward is traced for that, as it is here, nothing can be evaluated.
-    """
-    was_built = list[bool]()
-
-    def forward(tokens: mx.array) -> Any:
-        logits = model(tokens)
-        was_built.append(True)
-        return logits
-
-    try:
-        mx.export_function(lambda record: None, forward, microbatch.inputs)  # type: ignore[arg-type]
-    except Exception as error:
-        if not was_built:  # else MLX can build it, but not write it down
-            return "fails on one device", f"mlx-lm's step, which is compiled: {_short(error)}; not compiled, {why}"
-    return "cannot be cut here", why
-
-
 def _note(verdict: Verdict, word: Word, what: str) -> None:
     """The worst word counts, with the first reason for it."""
     verdict.notes.append(what)
-    if verdict.word == "ok" or (verdict.word == "close" and word != "close"):
+    if verdict.word == "ok" or (verdict.word == "close" and word == "cannot be cut here"):
         verdict.word, verdict.reason = word, what
 
 
@@ -200,14 +185,15 @@ def _differs(
     """What a pipeline gives that one device does not; empty if nothing."""
     pipeline = Pipeline(model, layers=way.layers, schedule=way.schedule, recompute=way.recompute)
     result = pipeline.of_microbatches(microbatches)
-    found = _difference(result, pipeline.shared_names, one, largest)
+    bounds = {name: _BOUNDS[pipeline.slots[name].array.dtype] * largest[name] for name in pipeline.shared_names}
+    found = _difference(result, bounds, one)
     if found and pipeline.reordered:
         layers = ", ".join(map(str, pipeline.reordered))
         found += f"; one device adds gradients in turn from before and behind the cut at layer {layers}"
     return found
 
 
-def _difference(result: Result, shared: Iterable[str], one: Result, largest: Mapping[str, float]) -> str:
+def _difference(result: Result, bounds: Mapping[str, float], one: Result) -> str:
     """The first thing that differs, and by how much; empty if nothing does."""
     if not _same(result.loss, one.loss):
         return f"loss {result.loss.item()} instead of {one.loss.item()}"
@@ -216,7 +202,6 @@ def _difference(result: Result, shared: Iterable[str], one: Result, largest: Map
         return f"gradients of other parameters: {sorted(ours.keys() ^ theirs.keys())[:3]}"
     wrong = [name for name in theirs if not _same(ours[name], theirs[name])]
     off = {name: number(mx.abs(ours[name] - theirs[name]).max()) for name in wrong}
-    bounds = {name: _BOUND * largest[name] for name in shared}
     wrong = [name for name in wrong if not off[name] <= bounds.get(name, -1.0)]
     if not wrong:
         return ""
