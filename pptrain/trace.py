@@ -160,7 +160,16 @@ class _Recorder:
         for value in found.live:
             if value in self._changed:
                 raise ModelError(_changes_input(self._model, self._changed[value]))
+        self._refuse_remembered()
         return found
+
+    def _refuse_remembered(self) -> None:
+        """A parameter may be put in place anew, but not computed from the data, as a batch norm's running mean is."""
+        now = dict(tree_flatten(self._model.parameters()))
+        for name in [name for name, array in now.items() if id(array) not in self._names]:
+            sources = self._sources(now[name])
+            if isinstance(sources, int) or sources[0]:
+                raise ModelError(_remembers(self._model, name))
 
     def _given(self, leaf: mx.array, is_first: bool) -> int | None:
         if id(leaf) in self._number:
@@ -319,6 +328,14 @@ def _refuse_state(model: nn.Module, layers: Sequence[nn.Module], changed: Sequen
             f"its own `{path}` at every call and may read it at the next. Expected layers that keep nothing between "
             "calls. Let it return what it keeps."
         )
+
+
+def _remembers(model: nn.Module, name: str) -> str:
+    return (
+        f"[model] {type(model).__module__} cannot be cut: its forward computes `{name}` from the data and keeps it for "
+        "the next call, so that it would be another one where microbatches are run in another order or twice. Expected "
+        "a forward that keeps nothing. Use a norm of each token by itself, as RMSNorm, in place of a batch norm."
+    )
 
 
 def _changes_input(model: nn.Module, layer: int) -> str:

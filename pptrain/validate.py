@@ -205,9 +205,11 @@ def _difference(result: Result, bounds: Mapping[str, float], one: Result) -> str
     wrong = [name for name in wrong if not off[name] <= bounds.get(name, -1.0)]
     if not wrong:
         return ""
-    worst = max(off[name] / max(number(mx.abs(theirs[name]).max()), 1e-30) for name in wrong)
+    sizes = {name: number(mx.abs(theirs[name]).max()) for name in wrong}
+    worst = max(wrong, key=lambda name: off[name] / max(sizes[name], 1e-30))
     return (
-        f"{len(wrong)} of {len(theirs)} gradients differ, by up to {worst:.1e} of the largest; the first is {wrong[0]}"
+        f"{len(wrong)} of {len(theirs)} gradients differ; the first is {wrong[0]}, the farthest {worst}, by "
+        f"{off[worst]:.1e} where its largest element is {sizes[worst]:.1e}"
     )
 
 

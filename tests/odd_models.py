@@ -349,4 +349,21 @@ class Choosing(Tiny):
         self.layers[1] = ChoosingLayer(8)
 
 
-WRONG = [Choosing, Counting, Remembering, Borrowing, Overwriting]
+class AveragingLayer(Layer):
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.batch_norm = nn.BatchNorm(width)
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        return super().__call__(self.batch_norm(hidden))
+
+
+class Averaging(Tiny):
+    """A layer keeps running means of what it sees."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers[1] = AveragingLayer(8)
+
+
+WRONG = [Choosing, Counting, Remembering, Borrowing, Overwriting, Averaging]

@@ -201,6 +201,7 @@ def test_a_cut_that_changes_the_order_of_adding_is_told(caplog):
         (odd_models.Borrowing, r"layer 2 reads layers\.0\.linear\.weight, which is layer 0's, in another stage"),
         (odd_models.Choosing, r"layer 1 evaluates arrays in its forward"),
         (odd_models.Overwriting, r"layer 1 changes its input in place"),
+        (odd_models.Averaging, r"computes `layers\.1\.batch_norm\.running_mean` from the data and keeps it"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
