@@ -141,10 +141,23 @@ class Trace:
         """Values and parameters whose gradient a cut before a site adds up in another order than one device.
 
         They are read on both sides of the cut, and one device adds a term from behind it after one from before it,
-        while what comes from behind the cut is one sum. Two terms may change places.
+        while what comes from behind the cut is one sum. Two terms may change places. Or what is made of them between
+        layers is used on both sides, and so is made twice, with two gradients where one device has their sum.
         """
         sides = {read: [reader >= site for reader in readers] for read, readers in self.readers.items()}
-        return [read for read, later in sides.items() if len(later) > 2 and later != sorted(later, reverse=True)]
+        found = [read for read, later in sides.items() if len(later) > 2 and later != sorted(later, reverse=True)]
+        made_twice = {read for read, sites in self._made_between if min(sites) < site <= max(sites)}
+        return list(dict.fromkeys([*found, *sorted(made_twice, key=str)]))
+
+    @cached_property
+    def _made_between(self) -> list[tuple[int | str, set[int]]]:
+        """What operations between layers read whose result no layer is given, but several sites use: with these."""
+        sites = dict[tuple[int | str, str], set[int]]()
+        for value in (self.tail, *(self.values[v] for v in self.live)):
+            for read, operation in value.mentions:
+                if operation:
+                    sites.setdefault((read, operation), set()).add(value.site)
+        return [(read, used) for (read, _), used in sites.items() if len(used) > 1]
 
     def specs(self, site: int) -> Specs:
         """Shapes and dtypes of what crosses the cut before a site."""

@@ -322,6 +322,17 @@ class InTurn(Tiny):
         return self.head(self.norm((mx.cos(side) + hidden) * side))
 
 
+class Between(Tiny):
+    """What the model itself makes of the embedding is used behind each of its layers, and no layer is given it."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = self.embed(tokens)
+        gate = mx.tanh(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden) * gate
+        return self.head(self.norm(hidden))
+
+
 CUTTABLE = [
     TwoStreams,
     ReadsTwoBefore,

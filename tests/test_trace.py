@@ -158,7 +158,9 @@ def test_a_parameter_that_stages_share_is_within_its_bound(kind):
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer", "stage"])
-@pytest.mark.parametrize("kind", [*odd_models.CUTTABLE, odd_models.InTurn], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [*odd_models.CUTTABLE, odd_models.InTurn, odd_models.Between], ids=lambda kind: kind.__name__
+)
 def test_in_one_stage_every_gradient_is_one_devices_whatever_is_recomputed(kind, recompute):
     model = built(kind)
     one = reference.value_and_grad(model, *batch(5), 3)
@@ -173,6 +175,16 @@ def test_a_trace_shows_in_which_order_one_device_adds_and_which_cuts_change_it()
     assert found.readers[side] == [4, 4, 3, 2, 1, 4]  # behind the stack, the last layer's, ..., behind the stack
     assert [found.out_of_order(site) for site in range(1, 5)] == [[], [side], [side], [side]]
     assert trace(built(odd_models.FromEmbedding), TOKENS).out_of_order(1) == [0]
+
+
+def test_what_is_made_between_layers_and_used_on_both_sides_of_a_cut_is_made_twice():
+    found = trace(built(odd_models.Between), TOKENS)
+    assert [found.out_of_order(site) for site in range(1, 5)] == [["embed.weight"]] * 4
+    model = built(odd_models.Between)
+    pipeline = Pipeline(model, layers=(2, 2), recompute="layer")
+    assert (pipeline.reordered, pipeline.shared_names) == ([2], {"embed.weight"})
+    one = reference.value_and_grad(model, *batch(5), 3)
+    assert differing(model, pipeline.value_and_grad(*batch(5), 3), one) <= {"embed.weight"}
 
 
 def test_a_cut_that_changes_the_order_of_adding_is_told(caplog):
