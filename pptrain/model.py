@@ -67,18 +67,26 @@ class Slot:
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
-    """The model's layers in forward order.
+    """The model's layers in forward order: of a list, a dict, or an `nn.Sequential`.
 
     Raises:
-        ModelError: If the model has no `layers`.
+        ModelError: If the model has no `layers`, or they are no modules.
     """
-    layers = getattr(model, "layers", None)
-    if not layers:
+    layers: Any = getattr(model, "layers", None)
+    if isinstance(layers, nn.Sequential):
+        layers = layers.layers
+    found: list[Any] = list(layers.values() if isinstance(layers, dict) else layers or ())
+    if not found:
         raise ModelError(
             f"[model] {type(model).__module__}.{type(model).__name__} has no `layers`. Expected the layer stack of an "
             "mlx-lm model. Give the model a property `layers` that returns its layers in forward order."
         )
-    return list(layers)
+    if wrong := [number for number, layer in enumerate(found) if not isinstance(layer, nn.Module)]:
+        raise ModelError(
+            f"[model] {type(model).__module__}.{type(model).__name__} has a {type(found[wrong[0]]).__name__} as layer "
+            f"{wrong[0]}. Expected modules of mlx.nn, whose calls can be intercepted. Make it one."
+        )
+    return found
 
 
 def find_slots(model: nn.Module) -> dict[str, Slot]:

@@ -34,6 +34,16 @@ def test_a_model_without_layers_is_refused():
         find_layers(nn.Linear(2, 2))
 
 
+def test_layers_may_stand_in_a_dict_or_a_sequential_and_must_be_modules():
+    model, layers = nn.Module(), [Layer(8), Layer(8)]
+    for stack in (layers, {"a": layers[0], "b": layers[1]}, nn.Sequential(*layers)):
+        model.layers = stack
+        assert [id(layer) for layer in find_layers(model)] == [id(layer) for layer in layers]
+    model.layers = [layers[0], mx.tanh]
+    with pytest.raises(ModelError, match=r"has a \S+ as layer 1\. Expected modules of mlx\.nn"):
+        find_layers(model)
+
+
 def test_every_parameter_has_a_slot_that_reads_and_replaces_it():
     model = llama(2)
     put_lora_on(model)
