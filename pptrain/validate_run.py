@@ -10,16 +10,20 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import mlx.core as mx
 
 from pptrain.errors import ConfigError
+from pptrain.microbatch import kept_random_state
+from pptrain.partition import even, explicit
 from pptrain.pattern import FEWEST, MOST
-from pptrain.target import every_name, find_target
+from pptrain.target import Target, every_name, find_target
+from pptrain.trace import count_layers
 from pptrain.validate import Plan, Variant, Verdict, validate
 from pptrain.verdicts import from_json, summary, to_html, to_json, to_junit
 
@@ -32,6 +36,7 @@ def run(options: Sequence[str]) -> int:
         raise ConfigError(
             "[target] Nothing to validate. Expected a model, for example `qwen3_moe`, or --all. Name one."
         )
+    _check_stages(asked)
     _refuse_unwritable(asked)
     verdicts = [_here(names[0], asked)] if len(names) == 1 else _each_in_a_process(names, asked)
     if len(names) > 1:
@@ -42,16 +47,21 @@ def run(options: Sequence[str]) -> int:
     return 0 if all(verdict.is_good for verdict in verdicts) else 1
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message[:1].upper()}{message[1:]}. See pptrain validate --help.")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="pptrain validate",
         description="Compare every cut of a tiny model of an architecture with one device, bit by bit.",
     )
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=_TARGETS)
     parser.add_argument("--all", action="store_true", help="every model of the installed mlx-lm")
-    parser.add_argument("--stages", type=_numbers, default=(2, 3), help="numbers of stages to cut into (default 2,3)")
-    parser.add_argument("--layers", type=_numbers, help="one cut instead of all: layers of each stage, as 1,3")
-    parser.add_argument("--num-layers", type=int, help=_NUM_LAYERS)
+    parser.add_argument("--stages", type=_counts("stages"), help="numbers of stages to cut into (default 2,3)")
+    parser.add_argument("--layers", type=_counts("layers"), help="one cut instead of all: layers of each stage, as 1,3")
+    parser.add_argument("--num-layers", type=_count, help=_NUM_LAYERS)
     parser.add_argument("--full-size", action="store_true", help="a config's real sizes instead of tiny ones")
     parser.add_argument(
         "--quick", action="store_true", help="each cut in one way of each variant, the ways taking turns"
@@ -73,8 +83,21 @@ _NUM_LAYERS = (
 )
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+def _counts(where: str) -> Callable[[str], tuple[int, ...]]:
+    def of(text: str) -> tuple[int, ...]:
+        parts = text.split(",")
+        if not all(part.strip().isdecimal() and int(part) for part in parts):
+            raise ConfigError(f"[{where}] {text!r} was given. Expected whole numbers of at least 1, for example 2,3.")
+        return tuple(map(int, parts))
+
+    return of
+
+
+def _count(text: str) -> int:
+    count, *others = _counts("num-layers")(text)
+    if others:
+        raise ConfigError(f"[num-layers] {text!r} was given. Expected one number. For a cut use --layers.")
+    return count
 
 
 def _variants(text: str) -> tuple[Variant, ...]:
@@ -83,6 +106,11 @@ def _variants(text: str) -> tuple[Variant, ...]:
         return tuple(known[part] for part in text.split(","))
     except KeyError as error:
         raise argparse.ArgumentTypeError(f"unknown variant {error}; expected some of full,lora,qlora") from None
+
+
+def _check_stages(asked: argparse.Namespace) -> None:
+    if asked.layers and asked.stages and len(asked.layers) not in asked.stages:
+        explicit(sum(asked.layers), asked.layers, asked.stages[0])
 
 
 def _refuse_unwritable(asked: argparse.Namespace) -> None:
@@ -94,15 +122,44 @@ def _refuse_unwritable(asked: argparse.Namespace) -> None:
 def _here(name: str, asked: argparse.Namespace) -> Verdict:
     if mx.default_device() == mx.cpu:
         mx.disable_compile()  # each fused kernel would be compiled by the system's C++ compiler
-    plan = Plan(asked.stages, asked.layers, asked.variants)
-    plan = replace(plan, max_whole=0) if asked.quick else plan
-    verdict = validate(find_target(name, asked.num_layers, asked.full_size), plan)
+    target, plan = find_target(name, asked.num_layers, asked.full_size), _plan(asked)
+    num_layers = _count_layers(target)
+    if num_layers is not None:
+        _check_cuts(plan, num_layers)
+    verdict = validate(target, plan)
     print(verdict, flush=True)
     return verdict
 
 
+def _plan(asked: argparse.Namespace) -> Plan:
+    plan = Plan(layers=asked.layers, variants=asked.variants)
+    plan = replace(plan, stages=asked.stages) if asked.stages else plan
+    return replace(plan, max_whole=0) if asked.quick else plan
+
+
+def _count_layers(target: Target) -> int | None:
+    """Layers that a cut may divide; None where the model fails, of which `validate` says how."""
+    with kept_random_state():
+        try:
+            return count_layers(target.build())
+        except Exception:  # a model's own code may raise anything
+            return None
+
+
+def _check_cuts(plan: Plan, num_layers: int) -> None:
+    """Refuse a plan of which no cut is one of the model.
+
+    Raises:
+        PartitionError: If `--layers` are not all layers, or if there are fewer layers than stages.
+    """
+    if plan.layers:
+        explicit(num_layers, plan.layers)
+    else:
+        even(num_layers, min(plan.stages))
+
+
 def _each_in_a_process(names: Sequence[str], asked: argparse.Namespace) -> list[Verdict]:
-    flags = ["--stages", ",".join(map(str, asked.stages))]
+    flags = ["--stages", ",".join(map(str, asked.stages))] if asked.stages else []
     flags += ["--num-layers", str(asked.num_layers)] if asked.num_layers else []
     flags += ["--layers", ",".join(map(str, asked.layers))] if asked.layers else []
     flags += ["--full-size"] if asked.full_size else []
