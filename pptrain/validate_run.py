@@ -114,9 +114,14 @@ def _check_stages(asked: argparse.Namespace) -> None:
 
 
 def _refuse_unwritable(asked: argparse.Namespace) -> None:
-    for path in (asked.json, asked.junit, asked.html):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"[validate] There is no directory {path.parent} to write {path.name} in. Make it first.")
+    for flag in ("json", "junit", "html"):
+        path: Path | None = getattr(asked, flag)
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ConfigError(f"[{flag}] {path} is a directory. Expected a file to write. Give a name in it.")
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"[{flag}] There is no directory {path.parent} to write {path.name} in. Make it first.")
 
 
 def _here(name: str, asked: argparse.Namespace) -> Verdict:

@@ -55,3 +55,12 @@ def test_more_stages_than_layers_are_a_user_s_mistake(capsys):
     said = refusal(capsys, "odd_models:TwoStreams", "--stages", "5")
     assert "[stages] Cannot divide 4 layers into 5 stages" in said
     assert "Cannot divide 1 layer into 2 stages" in refusal(capsys, f"{__name__}:one_layer")
+
+
+@pytest.mark.parametrize("flag", ["json", "junit", "html"])
+def test_a_directory_in_place_of_a_file_is_refused_before_the_work(capsys, tmp_path, flag):
+    said = refusal(capsys, "odd_models:TwoStreams", f"--{flag}", str(tmp_path))
+    assert f"[{flag}] {tmp_path} is a directory. Expected a file" in said
+    assert f"[{flag}] There is no directory {tmp_path / 'no'}" in refusal(
+        capsys, "llama", f"--{flag}", str(tmp_path / "no" / "file")
+    )
