@@ -25,7 +25,7 @@ from pptrain.pattern import FEWEST, MOST
 from pptrain.target import Target, every_name, find_target
 from pptrain.trace import count_layers
 from pptrain.validate import Plan, Variant, Verdict, validate
-from pptrain.verdicts import from_json, summary, to_html, to_json, to_junit
+from pptrain.verdicts import from_json, line, summary, to_html, to_json, to_junit
 
 
 def run(options: Sequence[str]) -> int:
@@ -132,7 +132,9 @@ def _here(name: str, asked: argparse.Namespace) -> Verdict:
     if num_layers is not None:
         _check_cuts(plan, num_layers)
     verdict = validate(target, plan)
-    print(verdict, flush=True)
+    if num_layers is not None and not plan.layers:
+        verdict.notes += _too_many(plan, num_layers)
+    print(line(verdict), flush=True)
     return verdict
 
 
@@ -163,6 +165,11 @@ def _check_cuts(plan: Plan, num_layers: int) -> None:
         even(num_layers, min(plan.stages))
 
 
+def _too_many(plan: Plan, num_layers: int) -> list[str]:
+    more = [num_stages for num_stages in plan.stages if num_stages > num_layers]
+    return [f"{num_stages} stages were not tried: there are {num_layers} layers" for num_stages in more]
+
+
 def _each_in_a_process(names: Sequence[str], asked: argparse.Namespace) -> list[Verdict]:
     flags = ["--stages", ",".join(map(str, asked.stages))] if asked.stages else []
     flags += ["--num-layers", str(asked.num_layers)] if asked.num_layers else []
@@ -184,5 +191,5 @@ def _in_a_process(name: str, flags: Sequence[str]) -> Verdict:
         else:
             last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
             verdict = Verdict(name, "fails on one device", f"its process ended with {done.returncode}: {last[:200]}")
-    print(verdict, flush=True)
+    print(line(verdict), flush=True)
     return verdict

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html import escape
 from xml.etree import ElementTree
 
@@ -24,6 +25,18 @@ ul { padding-left: 1.2rem; margin: .3rem 0; }
 tr.good { background: var(--good); } tr.doubtful { background: var(--doubtful); }
 tr.neutral { background: var(--neutral); } tr.bad { background: var(--bad); }
 """
+
+
+def line(verdict: Verdict) -> str:
+    """A verdict in one line, with what was not tried."""
+    return str(replace(verdict, reason=f"{_not_tried(verdict)} {verdict.reason}".strip()))
+
+
+def _not_tried(verdict: Verdict) -> str:
+    """What the verdict is not about, as its notes say; empty if nothing."""
+    found = [re.match(r"([\w ]+) (?:was|were) not tried: ", note) for note in verdict.notes]
+    names = ", ".join(match[1] for match in found if match)
+    return f"(not tried: {names})" if names else ""
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
@@ -84,6 +97,7 @@ def _row(verdict: Verdict) -> str:
     count = f"{len(verdict.notes)} note{'s' if len(verdict.notes) > 1 else ''}"
     more = f"<details><summary>{count}</summary><ul>{notes}</ul></details>" if notes else ""
     tried = (str(verdict.num_cuts), str(verdict.num_runs)) if verdict.num_runs else ("\u2013", "\u2013")
-    cells = (verdict.name, verdict.word, *tried, f"{verdict.seconds:.1f}", verdict.reason)
+    word = f"{verdict.word} {_not_tried(verdict)}".strip()
+    cells = (verdict.name, word, *tried, f"{verdict.seconds:.1f}", verdict.reason)
     *plain, why = (f'<td class="{kind}">{escape(cell)}' for cell, (_, kind) in zip(cells, _COLUMNS, strict=True))
     return f'<tr class="{_CLASSES[verdict.word]}">{"</td>".join(plain)}</td>{why}{more}</td></tr>'

@@ -1,13 +1,26 @@
+import mlx.nn as nn
 import pytest
 from odd_models import TwoStreams
+from tiny import Tiny
 
 from pptrain.cli import main
+from pptrain.validate import Verdict
+from pptrain.verdicts import line, to_html
 
 QUICK = ["--quick", "--variants", "full"]
 
 
 def one_layer():
     return TwoStreams(1)
+
+
+class WithoutLora(Tiny):
+    """Fails with LoRA in its layers."""
+
+    def __call__(self, tokens):
+        if type(self.layers[0].linear) is not nn.Linear:
+            raise TypeError("a layer has no nn.Linear")
+        return super().__call__(tokens)
 
 
 def refusal(capsys, *options):
@@ -64,3 +77,27 @@ def test_a_directory_in_place_of_a_file_is_refused_before_the_work(capsys, tmp_p
     assert f"[{flag}] There is no directory {tmp_path / 'no'}" in refusal(
         capsys, "llama", f"--{flag}", str(tmp_path / "no" / "file")
     )
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def test_the_line_and_the_page_name_the_variants_that_were_not_tried(capsys, tmp_path):
+    page = tmp_path / "page.html"
+    assert main(["validate", f"{__name__}:WithoutLora", "--quick", "--stages", "2", "--html", str(page)]) == 0
+    assert capsys.readouterr().out.endswith(" s  (not tried: lora, qlora)\n")
+    assert "ok (not tried: lora, qlora)</td>" in page.read_text()
+
+
+def test_numbers_of_stages_above_the_layers_are_named_as_not_tried(capsys):
+    assert main(["validate", "odd_models:TwoStreams", *QUICK, "--stages", "2,5,6"]) == 0
+    said = capsys.readouterr().out
+    assert "3 cuts" in said
+    assert said.endswith("(not tried: 5 stages, 6 stages)\n")
+
+
+def test_what_was_not_tried_stands_before_the_reason_and_nothing_does_where_all_was():
+    notes = ["full, layers 1+3: a gradient differs", "qlora was not tried: TypeError: no"]
+    assert line(Verdict("a", "close", "layers 1+3", notes=notes)).endswith(" s  (not tried: qlora) layers 1+3")
+    assert str(Verdict("b", "ok")) == line(Verdict("b", "ok"))
+    assert "(not" not in to_html([Verdict("b", "ok", notes=["full, layers 1+3: lora was not tried: x"])])
