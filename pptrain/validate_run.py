@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import mlx.core as mx
 
-from pptrain.errors import ConfigError
+from pptrain.errors import ConfigError, UserError
 from pptrain.microbatch import kept_random_state
 from pptrain.partition import even, explicit
 from pptrain.pattern import FEWEST, MOST
@@ -189,7 +189,16 @@ def _in_a_process(name: str, flags: Sequence[str]) -> Verdict:
         if path.exists():
             verdict = from_json(path.read_text())[0]
         else:
-            last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
-            verdict = Verdict(name, "fails on one device", f"its process ended with {done.returncode}: {last[:200]}")
+            # Not `fails on one device`, which is good: it may have been a cut that ended the process.
+            verdict = Verdict(name, "cannot be cut here", _end_of(done))
     print(line(verdict), flush=True)
     return verdict
+
+
+def _end_of(done: subprocess.CompletedProcess[str]) -> str:
+    """Why a process ended without a verdict."""
+    last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1][:300]
+    if done.returncode == UserError.exit_code:
+        return last
+    code = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+    return f"the process ended with {code}: {last}"

@@ -1,3 +1,8 @@
+import json
+import os
+import signal
+import sys
+
 import mlx.nn as nn
 import pytest
 from odd_models import TwoStreams
@@ -20,6 +25,19 @@ class WithoutLora(Tiny):
     def __call__(self, tokens):
         if type(self.layers[0].linear) is not nn.Linear:
             raise TypeError("a layer has no nn.Linear")
+        return super().__call__(tokens)
+
+
+class Killed(Tiny):
+    """Ends its process at its 20th forward, when one device has done and cuts are tried."""
+
+    num_calls = 0
+
+    def __call__(self, tokens):
+        Killed.num_calls += 1
+        if Killed.num_calls == 20:
+            print("out of memory", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().__call__(tokens)
 
 
@@ -101,3 +119,17 @@ def test_what_was_not_tried_stands_before_the_reason_and_nothing_does_where_all_
     assert line(Verdict("a", "close", "layers 1+3", notes=notes)).endswith(" s  (not tried: qlora) layers 1+3")
     assert str(Verdict("b", "ok")) == line(Verdict("b", "ok"))
     assert "(not" not in to_html([Verdict("b", "ok", notes=["full, layers 1+3: lora was not tried: x"])])
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_is_killed_or_refuses_is_never_good(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    names = [f"{__name__}:Killed", "no_such_model"]
+    assert main(["validate", *names, *QUICK, "--json", str(tmp_path / "all.json")]) == 1
+    killed, refused = json.loads((tmp_path / "all.json").read_text())
+    assert {killed["word"], refused["word"]} == {"cannot be cut here"}
+    assert killed["reason"] == f"the process ended with signal {signal.SIGKILL:d}: out of memory"
+    assert refused["reason"].startswith("ConfigError: [target] 'no_such_model' is no model directory")
+    assert "2 models: 2 cannot be cut here" in capsys.readouterr().out
