@@ -6,6 +6,7 @@ With several targets each has a process of its own: a model's native code may en
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -134,6 +135,8 @@ def _here(name: str, asked: argparse.Namespace) -> Verdict:
     verdict = validate(target, plan)
     if num_layers is not None and not plan.layers:
         verdict.notes += _too_many(plan, num_layers)
+        if verdict.word == "close" and (equal := _equal(verdict, plan, num_layers)):
+            verdict.reason += f"; equal: {', '.join(equal)}"
     print(line(verdict), flush=True)
     return verdict
 
@@ -168,6 +171,18 @@ def _check_cuts(plan: Plan, num_layers: int) -> None:
 def _too_many(plan: Plan, num_layers: int) -> list[str]:
     more = [num_stages for num_stages in plan.stages if num_stages > num_layers]
     return [f"{num_stages} stages were not tried: there are {num_layers} layers" for num_stages in more]
+
+
+def _equal(verdict: Verdict, plan: Plan, num_layers: int) -> list[str]:
+    """The cuts that no note finds different from one device; none where not every cut was tried."""
+    every = [
+        "+".join(str(b - a) for a, b in itertools.pairwise([0, *ends, num_layers]))
+        for num_stages in plan.stages
+        for ends in itertools.combinations(range(1, num_layers), num_stages - 1)
+    ]
+    if len(every) != verdict.num_cuts:
+        return []
+    return [cut for cut in every if not any(f", layers {cut}, " in note for note in verdict.notes)]
 
 
 def _each_in_a_process(names: Sequence[str], asked: argparse.Namespace) -> list[Verdict]:

@@ -3,9 +3,10 @@ import os
 import signal
 import sys
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from odd_models import TwoStreams
+from odd_models import InTurn, TwoStreams
 from tiny import Tiny
 
 from pptrain.cli import main
@@ -26,6 +27,17 @@ class WithoutLora(Tiny):
         if type(self.layers[0].linear) is not nn.Linear:
             raise TypeError("a layer has no nn.Linear")
         return super().__call__(tokens)
+
+
+class InTurnLate(InTurn):
+    """The third layer makes what is read behind the stack, so that cuts before it change no order of adding."""
+
+    def __call__(self, tokens):
+        hidden, side = self.embed(tokens), None
+        for i, layer in enumerate(self.layers):
+            hidden, made = layer(hidden, side)
+            side = made if i >= 2 else None
+        return self.head(self.norm((mx.cos(side) + hidden) * side))
 
 
 class Killed(Tiny):
@@ -119,6 +131,13 @@ def test_what_was_not_tried_stands_before_the_reason_and_nothing_does_where_all_
     assert line(Verdict("a", "close", "layers 1+3", notes=notes)).endswith(" s  (not tried: qlora) layers 1+3")
     assert str(Verdict("b", "ok")) == line(Verdict("b", "ok"))
     assert "(not" not in to_html([Verdict("b", "ok", notes=["full, layers 1+3: lora was not tried: x"])])
+
+
+def test_the_reason_of_a_close_model_ends_with_the_cuts_that_are_equal(capsys):
+    assert main(["validate", f"{__name__}:InTurnLate", *QUICK]) == 1
+    assert capsys.readouterr().out.endswith("the cut at layer 3; equal: 1+3, 2+2, 1+1+2\n")
+    assert main(["validate", "odd_models:InTurn", *QUICK]) == 1
+    assert "equal:" not in capsys.readouterr().out
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
