@@ -24,10 +24,10 @@ class SlowToTell(socket.socket):
         return super().sendall(data, *flags)
 
 
-def started(connection: socket.socket, rank: int, here: int = 0, timeout: float = 60.0) -> Watch:
-    """A watch that leaves signals alone, as it does outside the main thread."""
+def started(*connections: tuple[int, socket.socket], here: int = 0, timeout: float = 60.0) -> Watch:
+    """A watch that leaves signals alone, as it does outside the main thread; connections by rank."""
     watch = Watch(here, 3, timeout, lambda happened, waited_for: happened, lambda _: None)
-    thread = threading.Thread(target=watch.start, args=([(rank, connection)],))
+    thread = threading.Thread(target=watch.start, args=(connections,))
     thread.start()
     thread.join()
     return watch
@@ -37,7 +37,7 @@ def test_a_rank_learns_of_a_failure_only_when_the_others_have_been_told() -> Non
     """It ends by it, and whoever has not been told would take it for the first that failed."""
     ours, theirs = socket.socketpair()
     with SlowToTell(ours.detach()) as connection, theirs:
-        watch, found = started(connection, 1), list[Cause | None]()
+        watch, found = started((1, connection)), list[Cause | None]()
         theirs.shutdown(socket.SHUT_WR)
         assert connection.tells.wait(20)
         asks = threading.Thread(target=lambda: found.append(watch.cause(0)))
@@ -52,7 +52,7 @@ def test_a_rank_learns_of_a_failure_only_when_the_others_have_been_told() -> Non
 
 def test_a_wait_ends_in_time_though_the_hub_has_ended() -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs, closing(started(ours, 0, here=1, timeout=0.4)) as watch:
+    with ours, theirs, closing(started((0, ours), here=1, timeout=0.4)) as watch:
         theirs.sendall(b'{"bye": true}\n')
         with watch.waiting("1B0 from rank 2"):
             cause = watch.cause(5.0)
@@ -64,8 +64,20 @@ def test_a_wait_ends_in_time_though_the_hub_has_ended() -> None:
 def test_a_link_that_broke_while_the_hub_is_silent_is_the_hubs_doing() -> None:
     """Another rank has waited longer, and ended by it; the hub can tell nobody."""
     ours, theirs = socket.socketpair()
-    with ours, theirs, closing(started(ours, 0, here=1, timeout=4.0)) as watch:
+    with ours, theirs, closing(started((0, ours), here=1, timeout=4.0)) as watch:
         time.sleep(1.6)
         cause = watch.cause(0.3)
     assert cause is not None
     assert (cause.rank, cause.kind) == (0, "silent")
+
+
+def test_who_is_silent_is_to_blame_for_another_ranks_wait_before_his_own_time_is_over() -> None:
+    """Rank 1 has waited for rank 2 from long before that one fell silent."""
+    ours, first = socket.socketpair()
+    ours2, second = socket.socketpair()
+    with ours, ours2, first, second, closing(started((1, ours), (2, ours2), timeout=8.0)) as watch:
+        time.sleep(3.5)  # three beats and a half
+        first.sendall(b'{"waited": "8.0 s for 0F1 from rank 2"}\n')
+        cause = watch.cause(4.0)
+    assert cause is not None
+    assert (cause.rank, cause.kind) == (2, "silent")
