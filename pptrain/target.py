@@ -7,12 +7,15 @@ import importlib
 import importlib.util
 import io
 import json
+import os
 import pkgutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,24 +67,30 @@ def every_name() -> list[str]:
     return [name for name in names if _has_model(name)]
 
 
-def find_target(text: str, num_layers: int | None = None, full_size: bool = False) -> Target:
+def find_target(
+    text: str, num_layers: int | None = None, full_size: bool = False, config: Path | None = None
+) -> Target:
     """What a user named: a directory, a `config.json`, `module:Class`, a model type, or a name on the hub.
 
     Args:
         text: The name.
         num_layers: Of the tiny model; None for as many as show its pattern of layers twice.
         full_size: Whether a config's sizes stay as they are.
+        config: The `config.json` that a `module:Class` is called with; None for no arguments.
 
     Raises:
-        ConfigError: If there is no such thing.
+        ConfigError: If there is no such thing, or it needs a config.
     """
     path = Path(text)
     if path.is_dir():
         path = path / "config.json"
     if path.suffix == ".json":
         return _of_config(text, _read(path), num_layers, full_size)
-    if ":" in text:
-        return _of_class(text)
+    if is_class(text):
+        made = _class(text)
+        if config is None:
+            return _without_arguments(text, made)
+        return _from_config(text, partial(_called, made, text), _read(config), num_layers, full_size)
     if importlib.util.find_spec(f"mlx_lm.models.{_module_name(text)}") is not None:
         return of_type(text, num_layers)
     if "/" in text:
@@ -102,10 +111,18 @@ def _of_config(name: str, config: Config, num_layers: int | None, full_size: boo
     if "model_type" not in config:
         raise ConfigError(f"[target] The config of {name} has no model_type. Expected one. Add it.")
     module = _module(str(config["model_type"]))
+    return _from_config(
+        name, lambda config: module.Model(module.ModelArgs.from_dict(config)), config, num_layers, full_size
+    )
+
+
+def _from_config(
+    name: str, build: Callable[[Config], nn.Module], config: Config, num_layers: int | None, full_size: bool
+) -> Target:
+    """What is built from a config of its own, so that a constructor may change it."""
 
     def make(count: int) -> nn.Module:
-        small = config if full_size else shrunk(config, count)
-        return module.Model(module.ModelArgs.from_dict(dict(small)))
+        return build(deepcopy(config) if full_size else shrunk(deepcopy(config), count))
 
     inner = config.get("text_config")
     depth = count_layers_of(config) or (count_layers_of(inner) if isinstance(inner, dict) else None) or _DEPTH
@@ -127,17 +144,64 @@ def _with_layers(make: Callable[[int], nn.Module], num_layers: int | None, depth
     return lambda: make(count())
 
 
-def _of_class(text: str) -> Target:
-    """A class that makes a model without arguments, or a function that returns one."""
+def is_class(text: str) -> bool:
+    """Whether a target is a `module:Class`."""
+    return ":" in text and not text.endswith(".json") and not Path(text).is_dir()
+
+
+def refuse_ignored(texts: Sequence[str], num_layers: int | None, full_size: bool, config: Path | None) -> None:
+    """Refuse options that some target has no use for.
+
+    Raises:
+        ConfigError: If a class has no config to change the size of, or a config has no class.
+    """
+    classes = [text for text in texts if is_class(text)]
+    if config is not None and not classes:
+        raise ConfigError(
+            f"[target] --config {config} is for `module:Class`, and there is none in {', '.join(texts)}. "
+            "Name a class, or give the config.json itself as the target."
+        )
+    if config is None and classes and (num_layers is not None or full_size):
+        option = "--full-size" if full_size else f"--num-layers {num_layers}"
+        raise ConfigError(
+            f"[target] {option} cannot be followed by {classes[0]}, which is called without arguments. Expected a "
+            "config whose sizes it says. Add --config FILE (a config.json), or leave it out."
+        )
+
+
+def _class(text: str) -> Any:
+    """A class or function that makes a model; looked for in the current directory too, as `python -m` does."""
     module, _, name = text.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
-        made: Any = getattr(importlib.import_module(module), name)
+        return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"[target] {text}: {error}. Expected `module:Class`, importable from here, that takes no arguments and "
-            "makes a model. Check the path."
+            f"[target] {text}: {error}. Expected `module:Class`, importable from here, that makes a model. Check the "
+            "path."
+        ) from error
+
+
+def _without_arguments(text: str, made: Any) -> Target:
+    """Called once here, where a constructor that needs arguments is still the user's mistake and no verdict."""
+    try:
+        with kept_random_state():
+            made()
+    except Exception as error:
+        # A model's own code may raise anything.
+        raise ConfigError(
+            f"[target] {text} was called without arguments and raised {type(error).__name__}: {error}. Expected a "
+            "class that takes none, or a config to call it with. Add --config FILE (a config.json)."
         ) from error
     return Target(text, made)
+
+
+def _called(made: Any, text: str, config: Config) -> nn.Module:
+    """A model by its class, from the argument class that its module has, or else from the dict."""
+    homes = [sys.modules.get(str(name)) for name in (getattr(made, "__module__", None), text.partition(":")[0])]
+    classes = [vars(home)["ModelArgs"] for home in homes if home is not None and "ModelArgs" in vars(home)]
+    return made(classes[0].from_dict(config) if classes else config)
 
 
 def _module_name(model_type: str) -> str:

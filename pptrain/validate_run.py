@@ -23,7 +23,7 @@ from pptrain.errors import ConfigError, UserError
 from pptrain.microbatch import kept_random_state
 from pptrain.partition import even, explicit
 from pptrain.pattern import FEWEST, MOST
-from pptrain.target import Target, every_name, find_target
+from pptrain.target import Target, every_name, find_target, is_class, refuse_ignored
 from pptrain.trace import count_layers
 from pptrain.validate import Plan, Variant, Verdict, validate
 from pptrain.verdicts import from_json, line, summary, to_html, to_json, to_junit
@@ -38,6 +38,7 @@ def run(options: Sequence[str]) -> int:
             "[target] Nothing to validate. Expected a model, for example `qwen3_moe`, or --all. Name one."
         )
     _check_stages(asked)
+    refuse_ignored(names, asked.num_layers, asked.full_size, asked.config)
     _refuse_unwritable(asked)
     verdicts = [_here(names[0], asked)] if len(names) == 1 else _each_in_a_process(names, asked)
     if len(names) > 1:
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stages", type=_counts("stages"), help="numbers of stages to cut into (default 2,3)")
     parser.add_argument("--layers", type=_counts("layers"), help="one cut instead of all: layers of each stage, as 1,3")
     parser.add_argument("--num-layers", type=_count, help=_NUM_LAYERS)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a config.json to call module:Class with")
     parser.add_argument("--full-size", action="store_true", help="a config's real sizes instead of tiny ones")
     parser.add_argument(
         "--quick", action="store_true", help="each cut in one way of each variant, the ways taking turns"
@@ -128,7 +130,7 @@ def _refuse_unwritable(asked: argparse.Namespace) -> None:
 def _here(name: str, asked: argparse.Namespace) -> Verdict:
     if mx.default_device() == mx.cpu:
         mx.disable_compile()  # each fused kernel would be compiled by the system's C++ compiler
-    target, plan = find_target(name, asked.num_layers, asked.full_size), _plan(asked)
+    target, plan = find_target(name, asked.num_layers, asked.full_size, asked.config), _plan(asked)
     num_layers = _count_layers(target)
     if num_layers is not None:
         _check_cuts(plan, num_layers)
@@ -193,7 +195,11 @@ def _each_in_a_process(names: Sequence[str], asked: argparse.Namespace) -> list[
     flags += ["--quick"] if asked.quick else []
     flags += ["--variants", ",".join(asked.variants)]
     with ThreadPoolExecutor(max(asked.jobs, 1)) as pool:
-        return list(pool.map(lambda name: _in_a_process(name, flags), names))
+        return list(pool.map(lambda name: _in_a_process(name, [*flags, *_config_of(name, asked)]), names))
+
+
+def _config_of(name: str, asked: argparse.Namespace) -> list[str]:
+    return ["--config", str(asked.config)] if asked.config and is_class(name) else []
 
 
 def _in_a_process(name: str, flags: Sequence[str]) -> Verdict:

@@ -1,0 +1,109 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pptrain.cli import main
+from pptrain.target import find_target
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 30,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 1000,
+}
+
+OWN = """
+import mlx.nn as nn
+from mlx_lm.models.llama import Model as Llama, ModelArgs as LlamaArgs
+
+class Model(Llama):
+    def __init__(self, args):
+        super().__init__(args)
+
+class FromDict(Llama):
+    def __init__(self, config):
+        assert type(config) is dict
+        super().__init__(LlamaArgs.from_dict(config))
+        config.clear()
+"""
+
+
+def written(folder, config):
+    path = folder / "its.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A directory with modules of a user's own, which can be imported by another name in every test."""
+    name = f"own_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    (tmp_path / f"{name}_args.py").write_text(OWN + "\nModelArgs = LlamaArgs\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+# -- module:Class ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("module", "name"), [("", "FromDict"), ("_args", "Model")])
+def test_a_class_is_called_with_its_config_shrunk(own, module, name, tmp_path):
+    target = find_target(f"{own}{module}:{name}", 3, config=written(tmp_path, LLAMA))
+    for _ in range(2):
+        model = target.build()
+        assert (type(model).__name__, len(model.layers), model.args.hidden_size) == (name, 3, 64)
+
+
+def test_a_class_is_called_with_its_config_in_full_size(own, tmp_path):
+    small = {**LLAMA, "hidden_size": 48, "num_hidden_layers": 2}
+    model = find_target(f"{own}_args:Model", full_size=True, config=written(tmp_path, small)).build()
+    assert (len(model.layers), model.args.hidden_size, model.args.vocab_size) == (2, 48, 1000)
+
+
+def test_a_class_with_a_config_is_validated_by_itself_and_among_others(own, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    options = ["--config", str(written(tmp_path, LLAMA)), "--quick", "--variants", "full", "--stages", "2"]
+    assert main(["validate", f"{own}_args:Model", *options]) == 0
+    assert "ok " in capsys.readouterr().out
+    assert main(["validate", f"{own}_args:Model", "llama", *options]) == 0
+    assert "2 models: 2 ok" in capsys.readouterr().out
+
+
+def test_a_class_that_needs_arguments_is_a_user_s_mistake_that_names_config(own, capsys):
+    assert main(["validate", f"{own}:Model"]) == 2
+    said = capsys.readouterr().err
+    assert f"[target] {own}:Model was called without arguments and raised TypeError" in said
+    assert "--config FILE" in said
+
+
+@pytest.mark.parametrize("option", [["--num-layers", "4"], ["--full-size"]])
+def test_a_size_for_a_class_without_a_config_is_refused(option, capsys):
+    assert main(["validate", "odd_models:TwoStreams", *option]) == 2
+    assert f"{' '.join(option)} cannot be followed by odd_models:TwoStreams" in capsys.readouterr().err
+
+
+def test_a_config_without_a_class_is_refused(tmp_path, capsys):
+    assert main(["validate", "llama", "--config", str(written(tmp_path, LLAMA))]) == 2
+    assert "is for `module:Class`, and there is none in llama" in capsys.readouterr().err
+
+
+def test_the_installed_program_finds_modules_in_the_current_directory(own, tmp_path):
+    program = tmp_path / "bin" / "pptrain"
+    program.parent.mkdir()
+    program.write_text("from pptrain.cli import script\nscript()\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, str(program), "validate", f"{own}_args:Model", "--config", written(tmp_path, LLAMA)]
+    options = ["--quick", "--variants", "full", "--stages", "2"]
+    done = subprocess.run(
+        [*command, *options], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (0, "")
