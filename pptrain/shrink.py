@@ -15,12 +15,15 @@ from typing import Any
 
 Config = dict[str, Any]
 
+LAYER_FIELDS = ("num_hidden_layers", "num_layers", "num_transformer_layers", "n_layers", "n_layer")
+"""How configs name the number of layers."""
+
 _SIZES: tuple[tuple[str, Any], ...] = (
     # The first pattern that matches the whole name of a field decides. Widths are multiples of 32, for quantization.
     (r"(quantization|quantization_config|vision_config|rope_scaling|.*_token_ids?)", None),
     (r"num_kv_reuse_layers|num_kv_shared_layers|num_dense_layers|first_k_dense_replace", 1),
     (r"num_nextn_predict_layers|(add_)?mtp.*", 0),
-    (r"(num_hidden|num|num_transformer)_layers|n_layers?", "layers"),
+    ("|".join(LAYER_FIELDS), "layers"),
     (r".*(intermediate_size|ffn_hidden_size|ff_dim|expert_dim|n_inner)(_mlp)?", 96),
     (r"hidden_size_per_layer_input|hidden_size_per_head", 16),
     (
@@ -80,8 +83,6 @@ _DEFAULTS: tuple[tuple[str, Any], ...] = (
 
 _LAYER_WORDS = ("sliding_attention", "full_attention", "linear_attention", "conv", "mamba", "attention", "recurrent")
 """How configs name the kinds of layers; those that a module's source mentions take turns."""
-
-_LAYERS = re.compile(dict((value, pattern) for pattern, value in _SIZES)["layers"])
 
 _PATTERN = re.compile(
     r".*_layer_period|.*_layer_offset|sliding_window_pattern|full_attention_interval|layer_group_size|attn_res_block_size"
@@ -174,7 +175,7 @@ def shrunk(config: Mapping[str, Any], num_layers: int) -> Config:
 
 def count_layers_of(config: Mapping[str, Any]) -> int | None:
     """How many layers a config says that there are; None if it does not."""
-    return next((value for key, value in config.items() if _LAYERS.fullmatch(key) and isinstance(value, int)), None)
+    return next((value for key, value in config.items() if key in LAYER_FIELDS and isinstance(value, int)), None)
 
 
 def _shrunk(key: str, value: Any, config: Mapping[str, Any], real: int | None, small: int) -> Any:

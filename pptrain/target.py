@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pkgutil
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +26,13 @@ from urllib.request import getproxies
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
-from mlx.utils import tree_flatten
 from mlx_lm.utils import MODEL_REMAPPING
 
 from pptrain.errors import ConfigError
 from pptrain.microbatch import kept_random_state
+from pptrain.model import find_slots
 from pptrain.pattern import FEWEST, kinds_of, layers_to_show
-from pptrain.shrink import Config, argument_classes, completions, count_layers_of, shrunk, tiny_config
+from pptrain.shrink import LAYER_FIELDS, Config, argument_classes, completions, count_layers_of, shrunk, tiny_config
 
 _TINY = 8_000_000
 """Parameters; a model with more is not what shrinking is to give."""
@@ -40,6 +41,9 @@ _PATIENCE_SECONDS = 5.0
 
 _DEPTH = 24
 """Layers in which a pattern is looked for where there is no real config."""
+
+_OTHER_SENSES = re.compile("vision|audio")
+"""Whose configs say nothing of the language model's layers."""
 
 _EXCEPTIONS: Mapping[str, Config] = {
     # Its forward writes to the logits of tokens by their real numbers, which MLX does not check.
@@ -104,7 +108,13 @@ def find_target(
 
 def of_type(name: str, num_layers: int | None = None) -> Target:
     """A model module of mlx-lm by its model type, with tiny values for its arguments."""
-    return Target(name, _with_layers(lambda count: _invented_model(_module(name), count), num_layers, _DEPTH))
+
+    def make(count: int) -> nn.Module:
+        return _invented_model(_module(name), count)
+
+    # Not before it is built: what a module needs may not be installed, and that is a verdict.
+    count = cache(lambda: num_layers or _layers_to_show(make, _DEPTH))
+    return Target(name, lambda: make(count()))
 
 
 def _of_config(name: str, config: Config, num_layers: int | None, full_size: bool) -> Target:
@@ -122,26 +132,58 @@ def _from_config(
     """What is built from a config of its own, so that a constructor may change it."""
 
     def make(count: int) -> nn.Module:
-        return build(deepcopy(config) if full_size else shrunk(deepcopy(config), count))
+        return build(shrunk(deepcopy(config), count))
 
-    inner = config.get("text_config")
-    depth = count_layers_of(config) or (count_layers_of(inner) if isinstance(inner, dict) else None) or _DEPTH
-    return Target(name, _with_layers(make, depth if full_size else num_layers, depth))
+    if full_size:
+        return Target(name, lambda: build(deepcopy(config)))
+    known = _count_layers_of(config)
+    count = num_layers or min(_layers_to_show(make, known or _DEPTH), known or _DEPTH)
+    _refuse_misread(name, lambda: make(count), config, count)
+    return Target(name, lambda: make(count))
 
 
-def _with_layers(make: Callable[[int], nn.Module], num_layers: int | None, depth: int) -> Callable[[], nn.Module]:
-    """Make a model with so many layers, or with as many as show the pattern that it has at some depth."""
+def _count_layers_of(config: Config) -> int | None:
+    """How many layers a config says that there are, itself or in what it holds."""
+    inner = [config.get("text_config"), *(value for key, value in config.items() if not _OTHER_SENSES.match(key))]
+    inside = (_count_layers_of(value) for value in inner if isinstance(value, dict))
+    return count_layers_of(config) or next((count for count in inside if count), None)
 
-    @cache
-    def count() -> int:
-        try:
-            with kept_random_state():
-                return num_layers or layers_to_show(kinds_of(make(depth)))
-        except Exception:
-            # A model's own code may raise anything, and will again with few layers, where it is looked at.
-            return FEWEST
 
-    return lambda: make(count())
+def _refuse_misread(name: str, make: Callable[[], nn.Module], config: Config, num_layers: int) -> None:
+    """Refuse a tiny model that is none, where its config gives sizes by names that are not known; nothing is evaluated.
+
+    Raises:
+        ConfigError: If it has another number of layers or is large.
+    """
+    try:
+        with kept_random_state():
+            model = make()
+            found, size = len(getattr(model, "layers", None) or []), _count_parameters(model)
+    except Exception:
+        return  # A model's own code may raise anything, and will again, where that is looked at.
+    if found and found != num_layers:
+        said = _count_layers_of(config) or "by no known name how many"
+        raise ConfigError(
+            f"[target] {name} has {found} layers where {num_layers} were asked for: its config says {said}. Expected "
+            f"one of {', '.join(LAYER_FIELDS)}, and no more asked for than there are. Name it so, or try the config as "
+            "it is with --full-size."
+        )
+    if size > _TINY:
+        raise ConfigError(
+            f"[target] {name} shrunk to {num_layers} layers has {size} parameters; the largest is "
+            f"{_largest_of(model)}. Expected at most {_TINY}: its config has sizes by names that are not known. "
+            "Give these small values, or try the config as it is with --full-size."
+        )
+
+
+def _layers_to_show(make: Callable[[int], nn.Module], depth: int) -> int:
+    """As many layers as show the pattern that a model has at some depth."""
+    try:
+        with kept_random_state():
+            return layers_to_show(kinds_of(make(depth)))
+    except Exception:
+        # A model's own code may raise anything, and will again with few layers, where it is looked at.
+        return FEWEST
 
 
 def is_class(text: str) -> bool:
@@ -297,7 +339,16 @@ def _invented_configs(module: ModuleType, num_layers: int) -> Iterator[Config]:
 
 
 def _refuse_large(model: nn.Module) -> None:
-    leaves: Any = tree_flatten(model.parameters())
-    size = sum(array.size for _, array in leaves)
+    size = _count_parameters(model)
     if size > _TINY:
         raise ValueError(f"shrunk to {size} parameters, which is not tiny")
+
+
+def _count_parameters(model: nn.Module) -> int:
+    return sum(slot.array.size for slot in find_slots(model).values())
+
+
+def _largest_of(model: nn.Module) -> str:
+    """A model's largest parameter: its name and its shape."""
+    name, slot = max(find_slots(model).items(), key=lambda item: item[1].array.size)
+    return f"{name} {slot.array.shape}"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pptrain.cli import main
+from pptrain.errors import ConfigError
 from pptrain.target import find_target
 
 LLAMA = {
@@ -107,3 +108,80 @@ def test_the_installed_program_finds_modules_in_the_current_directory(own, tmp_p
         [*command, *options], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- shrinking that did not succeed ------------------------------------------------------------------------------------
+
+ODD_NAMES = """
+import mlx.core as mx
+import mlx.nn as nn
+
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        depth, width = config.get("n_blocks") or config["num_layers"], config.get("breadth", 8)
+        self.embed = nn.Embedding(96, width)
+        self.layers = [nn.Linear(width, width) for _ in range(depth)]
+
+    def __call__(self, tokens):
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = mx.tanh(layer(hidden))
+        return self.embed.as_linear(hidden)
+"""
+
+
+@pytest.fixture
+def odd(own, tmp_path):
+    (tmp_path / f"{own}_odd.py").write_text(ODD_NAMES)
+    return f"{own}_odd:Model"
+
+
+@pytest.mark.parametrize("num_layers", [None, 5])
+def test_a_number_of_layers_by_an_unknown_name_is_refused_and_the_known_names_are_said(odd, num_layers, tmp_path):
+    config = written(tmp_path, {"n_blocks": 7})
+    with pytest.raises(ConfigError, match=r"has 7 layers where [45] were asked for.*num_hidden_layers, .*--full-size"):
+        find_target(odd, num_layers, config=config)
+    assert len(find_target(odd, full_size=True, config=config).build().layers) == 7
+
+
+def test_more_layers_than_a_config_has_are_refused_and_fewer_than_show_a_pattern_are_not(odd, tmp_path):
+    config = written(tmp_path, {"num_layers": 2})
+    with pytest.raises(ConfigError, match=r"has 2 layers where 3 were asked for: its config says 2\."):
+        find_target(odd, 3, config=config)
+    assert len(find_target(odd, config=config).build().layers) == 2
+
+
+def test_layers_that_a_part_of_a_config_counts_are_known(own, tmp_path):
+    (tmp_path / f"{own}_part.py").write_text(
+        ODD_NAMES.replace("(self, config):", "(self, whole):\n        config = whole['lm']")
+    )
+    config = written(tmp_path, {"vision_config": {"num_layers": 9}, "lm": {"num_layers": 2}})
+    assert len(find_target(f"{own}_part:Model", config=config).build().layers) == 2
+
+
+def test_a_large_model_by_unknown_names_is_refused_and_not_built(odd, tmp_path):
+    config = written(tmp_path, {"num_layers": 60, "breadth": 300_000})  # 360 GB a layer
+    with pytest.raises(ConfigError, match=r"parameters; the largest is layers.0.weight \(300000, 300000\)"):
+        find_target(odd, config=config)
+    assert find_target(odd, full_size=True, config=config)
+
+
+def test_a_large_config_of_mlx_lm_is_refused_too(tmp_path):
+    config = {
+        "model_type": "openelm",
+        "head_dim": 64,
+        "num_transformer_layers": 4,
+        "model_dim": 512,
+        "vocab_size": 1000,
+    }
+    config |= {
+        "ffn_dim_divisor": 256,
+        "ffn_multipliers": [4.0] * 4,
+        "num_query_heads": [12] * 4,
+        "num_kv_heads": [3] * 4,
+    }
+    assert len(find_target(str(written(tmp_path, config))).build().layers) == 4
+    path = written(tmp_path, {**config, "ffn_dim_divisor": 1 << 20})  # whose name says no size
+    with pytest.raises(ConfigError, match=r"the largest is .*ffn.proj_1.weight \(2097152, 64\).*--full-size"):
+        find_target(str(path))
