@@ -91,6 +91,18 @@ _PATTERN = re.compile(
 """Sizes that say which layers are alike: in a real config they stay."""
 
 
+_HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads")
+
+_PARTS_OF_HEADS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    # Numbers that divide a number of heads, and what that one is called; the first that the config has decides.
+    (r"linear_num_key_heads", ("linear_num_value_heads",)),
+    (
+        r"(swa_num|num_swa)_key_value_heads",
+        ("swa_num_attention_heads", "num_swa_attention_heads", *_HEADS),
+    ),
+    (r"num_(global_)?key_value_heads|(n|num)_kv_heads|kv_n_heads|num_attention_groups|n_shared_head", _HEADS),
+)
+
 _ROPE: Config = {
     "rope_theta": 10000.0,
     "type": "default",
@@ -163,14 +175,20 @@ def tiny_config(module: ModuleType, arguments: type, num_layers: int, completion
     return {key: value for key, value in config.items() if value is not dataclasses.MISSING}
 
 
-def shrunk(config: Mapping[str, Any], num_layers: int) -> Config:
+def shrunk(config: Mapping[str, Any], num_layers: int, around: Mapping[str, Any] | None = None) -> Config:
     """A real config with small sizes: patterns, ratios of heads, switches and scalings stay.
 
     Lists with one entry for each layer are cut to as many as there are now; so are lists of layer numbers.
+
+    Args:
+        config: The real one.
+        num_layers: At most so many stay.
+        around: The config that this one is a part of, which may have the number of heads.
     """
     real = count_layers_of(config)
     small = min(num_layers, real or num_layers)
-    return {key: _shrunk(key, value, config, real, small) for key, value in config.items()}
+    known = {**(around or {}), **config}
+    return {key: _shrunk(key, value, known, real, small) for key, value in config.items()}
 
 
 def count_layers_of(config: Mapping[str, Any]) -> int | None:
@@ -180,18 +198,29 @@ def count_layers_of(config: Mapping[str, Any]) -> int | None:
 
 def _shrunk(key: str, value: Any, config: Mapping[str, Any], real: int | None, small: int) -> Any:
     if isinstance(value, Mapping):
-        return shrunk(value, small) if key != "rope_scaling" else value
+        return shrunk(value, small, config) if key != "rope_scaling" else value
     if isinstance(value, list | str) and real and len(value) == real:
         return value[:small]
     if isinstance(value, list) and real and key.endswith(("layers", "idx", "idxs", "ids")):
         return [entry for entry in value if not isinstance(entry, int) or entry < small]
     if isinstance(value, bool) or not isinstance(value, int) or _PATTERN.fullmatch(key):
         return value
+    heads = _heads_around(key, config)
+    if heads is not None:
+        return _tiny_part(value, heads)
     tiny = _tiny(key, value, small)
-    heads = config.get("num_attention_heads")
-    if key == "num_key_value_heads" and isinstance(heads, int):
-        return {heads: 4, 1: 1}.get(value, 2)
     return value if not isinstance(tiny, int) else min(tiny, value)
+
+
+def _heads_around(key: str, config: Mapping[str, Any]) -> int | None:
+    """The number of heads that a field divides; None if it divides none, or none is known."""
+    names = next((names for pattern, names in _PARTS_OF_HEADS if re.fullmatch(pattern, key)), ())
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+
+
+def _tiny_part(part: int, heads: int) -> int:
+    """One, some or all of the heads, as it was: of 32 and 32, 32 and 8, 32 and 1 are left 4 and 4, 4 and 2, 4 and 1."""
+    return min(heads, 4) if part == heads else min(part, 2)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

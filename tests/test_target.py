@@ -8,6 +8,7 @@ import pytest
 
 from pptrain.cli import main
 from pptrain.errors import ConfigError
+from pptrain.shrink import shrunk
 from pptrain.target import find_target
 
 LLAMA = {
@@ -185,3 +186,45 @@ def test_a_large_config_of_mlx_lm_is_refused_too(tmp_path):
     path = written(tmp_path, {**config, "ffn_dim_divisor": 1 << 20})  # whose name says no size
     with pytest.raises(ConfigError, match=r"the largest is .*ffn.proj_1.weight \(2097152, 64\).*--full-size"):
         find_target(str(path))
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("real", "tiny"), [((32, 32), (4, 4)), ((32, 8), (4, 2)), ((32, 1), (4, 1)), ((2, 2), (2, 2))])
+@pytest.mark.parametrize(
+    ("all_of_them", "part"),
+    [
+        ("num_attention_heads", "num_key_value_heads"),
+        ("num_attention_heads", "num_kv_heads"),
+        ("num_attention_heads", "num_global_key_value_heads"),
+        ("num_attention_heads", "num_attention_groups"),
+        ("num_attention_heads", "n_shared_head"),
+        ("num_heads", "num_kv_heads"),
+        ("n_heads", "n_kv_heads"),
+        ("n_heads", "kv_n_heads"),
+        ("n_head", "n_kv_heads"),
+        ("swa_num_attention_heads", "swa_num_key_value_heads"),
+        ("num_swa_attention_heads", "num_swa_key_value_heads"),
+        ("num_attention_heads", "swa_num_key_value_heads"),
+        ("linear_num_value_heads", "linear_num_key_heads"),
+    ],
+)
+def test_ratios_of_heads_are_kept_by_every_name(all_of_them, part, real, tiny):
+    small = shrunk({all_of_them: real[0], part: real[1], "num_layers": 9}, 4)
+    assert (small[all_of_them], small[part]) == tiny
+
+
+def test_heads_of_the_config_around_count_for_a_part_of_it():
+    whole = {"n_heads": 48, "attn_config": {"kv_n_heads": 8}, "text_config": {"n_heads": 8, "kv_n_heads": 8}}
+    assert shrunk(whole, 4) == {
+        "n_heads": 4,
+        "attn_config": {"kv_n_heads": 2},
+        "text_config": {"n_heads": 4, "kv_n_heads": 4},
+    }
+
+
+def test_sliding_windows_have_heads_of_their_own():
+    heads = {"num_attention_heads": 40, "num_key_value_heads": 2, "num_swa_attention_heads": 20}
+    small = shrunk({**heads, "num_swa_key_value_heads": 20}, 4)
+    assert list(small.values()) == [4, 2, 4, 4]
