@@ -95,7 +95,7 @@ def find_target(
         if config is None:
             return _without_arguments(text, made)
         return _from_config(text, partial(_called, made, text), _read(config), num_layers, full_size)
-    if importlib.util.find_spec(f"mlx_lm.models.{_module_name(text)}") is not None:
+    if _is_type(text):
         return of_type(text, num_layers)
     if "/" in text:
         return _of_config(text, _read(_downloaded(text)), num_layers, full_size)
@@ -214,6 +214,10 @@ def refuse_ignored(texts: Sequence[str], num_layers: int | None, full_size: bool
 def _class(text: str) -> Any:
     """A class or function that makes a model; looked for in the current directory too, as `python -m` does."""
     module, _, name = text.partition(":")
+    if not module.strip(".") or module.startswith(".") or not name:
+        raise ConfigError(
+            f"[target] {text!r} lacks a module or a class. Expected `my.module:Class`. Give both in full."
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -261,6 +265,11 @@ def _module(model_type: str) -> ModuleType:
         raise ImportError(why) from error
     except ImportError as error:
         raise ConfigError(f"[target] The installed mlx-lm has no model type {model_type!r}: {error}.") from error
+
+
+def _is_type(text: str) -> bool:
+    name = _module_name(text)  # a name with a dot, as many on the hub have, is looked for within another module
+    return "." not in name and importlib.util.find_spec(f"mlx_lm.models.{name}") is not None
 
 
 def _has_model(name: str) -> bool:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import free_ports
 
 from pptrain.cli import main
 from pptrain.errors import ConfigError
@@ -85,6 +86,24 @@ def test_a_class_that_needs_arguments_is_a_user_s_mistake_that_names_config(own,
     said = capsys.readouterr().err
     assert f"[target] {own}:Model was called without arguments and raised TypeError" in said
     assert "--config FILE" in said
+
+
+@pytest.mark.parametrize("text", [":Model", "own:", ":", ".own:Model", "..:Model"])
+def test_a_class_without_a_module_or_a_module_without_a_class_is_a_user_s_mistake(text, capsys):
+    assert main(["validate", text]) == 2
+    assert f"[target] '{text}' lacks a module or a class" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["no.such.type", "nobody/nothing-2.5"])
+def test_a_name_with_a_dot_that_is_nothing_is_a_user_s_mistake(text, tmp_path):
+    closed = f"http://127.0.0.1:{free_ports(1)[0]}"
+    environment = {**os.environ, "HF_ENDPOINT": closed, "HF_HOME": str(tmp_path)}
+    for proxy in ("http_proxy", "https_proxy", "all_proxy"):
+        environment.pop(proxy, None), environment.pop(proxy.upper(), None)
+    command = [sys.executable, "-m", "pptrain", "validate", text]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert "[target]" in done.stderr
 
 
 @pytest.mark.parametrize("option", [["--num-layers", "4"], ["--full-size"]])
