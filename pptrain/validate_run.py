@@ -40,6 +40,8 @@ def run(options: Sequence[str]) -> int:
     _check_stages(asked)
     refuse_ignored(names, asked.num_layers, asked.full_size, asked.config)
     _refuse_unwritable(asked)
+    for name in asked.targets if len(names) > 1 else ():  # a wrong name is a mistake, not a verdict of its process
+        find_target(name, asked.num_layers, asked.full_size, asked.config)
     verdicts = [_here(names[0], asked)] if len(names) == 1 else _each_in_a_process(names, asked)
     if len(names) > 1:
         print(summary(verdicts), flush=True)

@@ -40,14 +40,19 @@ class InTurnLate(InTurn):
         return self.head(self.norm((mx.cos(side) + hidden) * side))
 
 
+class TwoLayers(TwoStreams):
+    def __init__(self):
+        super().__init__(2)
+
+
 class Killed(Tiny):
-    """Ends its process at its 20th forward, when one device has done and cuts are tried."""
+    """Ends its process at its 14th forward, when one device has done and cuts are tried."""
 
     num_calls = 0
 
     def __call__(self, tokens):
         Killed.num_calls += 1
-        if Killed.num_calls == 20:
+        if Killed.num_calls == 14:
             print("out of memory", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__call__(tokens)
@@ -145,10 +150,17 @@ def test_the_reason_of_a_close_model_ends_with_the_cuts_that_are_equal(capsys):
 
 def test_a_process_that_is_killed_or_refuses_is_never_good(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    names = [f"{__name__}:Killed", "no_such_model"]
-    assert main(["validate", *names, *QUICK, "--json", str(tmp_path / "all.json")]) == 1
+    names = [f"{__name__}:Killed", f"{__name__}:TwoLayers"]
+    assert main(["validate", *names, *QUICK, "--stages", "3", "--json", str(tmp_path / "all.json")]) == 1
     killed, refused = json.loads((tmp_path / "all.json").read_text())
     assert {killed["word"], refused["word"]} == {"cannot be cut here"}
     assert killed["reason"] == f"the process ended with signal {signal.SIGKILL:d}: out of memory"
-    assert refused["reason"].startswith("ConfigError: [target] 'no_such_model' is no model directory")
+    assert refused["reason"].startswith("PartitionError: ")
     assert "2 models: 2 cannot be cut here" in capsys.readouterr().out
+
+
+def test_a_wrong_name_among_several_is_a_mistake_and_no_verdict(capsys):
+    assert main(["validate", "llama", "no_such_model", *QUICK]) == 2
+    said = capsys.readouterr()
+    assert "'no_such_model' is no model directory" in said.err
+    assert said.out == ""
