@@ -222,10 +222,11 @@ def _class(text: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
+        # A user's module may raise anything when it is imported.
         raise ConfigError(
-            f"[target] {text}: {error}. Expected `module:Class`, importable from here, that makes a model. Check the "
-            "path."
+            f"[target] {text}: {type(error).__name__}: {error}. Expected `module:Class`, importable from here, that "
+            "makes a model. Check the path."
         ) from error
 
 

@@ -247,3 +247,10 @@ def test_sliding_windows_have_heads_of_their_own():
     heads = {"num_attention_heads": 40, "num_key_value_heads": 2, "num_swa_attention_heads": 20}
     small = shrunk({**heads, "num_swa_key_value_heads": 20}, 4)
     assert list(small.values()) == [4, 2, 4, 4]
+
+
+def test_a_module_that_raises_anything_when_it_is_imported_is_a_mistake(tmp_path, monkeypatch):
+    (tmp_path / "broken_model.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"broken_model:Model: ZeroDivisionError: division by zero\. Expected"):
+        find_target("broken_model:Model")

@@ -81,3 +81,10 @@ def test_who_is_silent_is_to_blame_for_another_ranks_wait_before_his_own_time_is
         cause = watch.cause(4.0)
     assert cause is not None
     assert (cause.rank, cause.kind) == (2, "silent")
+
+
+def test_a_timeout_beyond_what_a_clock_counts_is_none() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, closing(started((0, ours), here=1, timeout=1e12)) as watch:
+        assert watch.cause(0.1) is None
+        assert b"waits_for" in theirs.recv(100)
