@@ -87,4 +87,5 @@ def test_a_timeout_beyond_what_a_clock_counts_is_none() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, closing(started((0, ours), here=1, timeout=1e12)) as watch:
         assert watch.cause(0.1) is None
+        theirs.settimeout(20)
         assert b"waits_for" in theirs.recv(100)
