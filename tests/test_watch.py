@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from contextlib import closing
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from transports.watch import Cause, Watch
 
@@ -33,11 +34,22 @@ def started(*connections: tuple[int, socket.socket], here: int = 0, timeout: flo
     return watch
 
 
+@contextmanager
+def watching(*connections: tuple[int, socket.socket], here: int = 0, timeout: float = 60.0) -> Generator[Watch]:
+    """The same, until its thread has ended: it may not look at a connection that the test has closed."""
+    before = threading.enumerate()
+    watch = started(*connections, here=here, timeout=timeout)
+    [thread] = [each for each in threading.enumerate() if each not in before]
+    yield watch
+    watch.close()
+    thread.join()
+
+
 def test_a_rank_learns_of_a_failure_only_when_the_others_have_been_told() -> None:
     """It ends by it, and whoever has not been told would take it for the first that failed."""
     ours, theirs = socket.socketpair()
-    with SlowToTell(ours.detach()) as connection, theirs:
-        watch, found = started((1, connection)), list[Cause | None]()
+    with SlowToTell(ours.detach()) as connection, theirs, watching((1, connection)) as watch:
+        found = list[Cause | None]()
         theirs.shutdown(socket.SHUT_WR)
         assert connection.tells.wait(20)
         asks = threading.Thread(target=lambda: found.append(watch.cause(0)))
@@ -47,12 +59,11 @@ def test_a_rank_learns_of_a_failure_only_when_the_others_have_been_told() -> Non
         connection.may_tell.set()
         asks.join(20)
         assert found == [Cause(1, "lost")]
-        watch.close()
 
 
 def test_a_wait_ends_in_time_though_the_hub_has_ended() -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs, closing(started((0, ours), here=1, timeout=0.4)) as watch:
+    with ours, theirs, watching((0, ours), here=1, timeout=0.4) as watch:
         theirs.sendall(b'{"bye": true}\n')
         with watch.waiting("1B0 from rank 2"):
             cause = watch.cause(5.0)
@@ -64,7 +75,7 @@ def test_a_wait_ends_in_time_though_the_hub_has_ended() -> None:
 def test_a_link_that_broke_while_the_hub_is_silent_is_the_hubs_doing() -> None:
     """Another rank has waited longer, and ended by it; the hub can tell nobody."""
     ours, theirs = socket.socketpair()
-    with ours, theirs, closing(started((0, ours), here=1, timeout=4.0)) as watch:
+    with ours, theirs, watching((0, ours), here=1, timeout=4.0) as watch:
         time.sleep(1.6)
         cause = watch.cause(0.3)
     assert cause is not None
@@ -75,7 +86,7 @@ def test_who_is_silent_is_to_blame_for_another_ranks_wait_before_his_own_time_is
     """Rank 1 has waited for rank 2 from long before that one fell silent."""
     ours, first = socket.socketpair()
     ours2, second = socket.socketpair()
-    with ours, ours2, first, second, closing(started((1, ours), (2, ours2), timeout=8.0)) as watch:
+    with ours, ours2, first, second, watching((1, ours), (2, ours2), timeout=8.0) as watch:
         time.sleep(3.5)  # three beats and a half
         first.sendall(b'{"waited": "8.0 s for 0F1 from rank 2"}\n')
         cause = watch.cause(4.0)
@@ -85,7 +96,7 @@ def test_who_is_silent_is_to_blame_for_another_ranks_wait_before_his_own_time_is
 
 def test_a_timeout_beyond_what_a_clock_counts_is_none() -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs, closing(started((0, ours), here=1, timeout=1e12)) as watch:
+    with ours, theirs, watching((0, ours), here=1, timeout=1e12) as watch:
         assert watch.cause(0.1) is None
         theirs.settimeout(20)
         assert b"waits_for" in theirs.recv(100)
