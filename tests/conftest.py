@@ -5,12 +5,16 @@ tests run without `mx.compile`, and the few that test it turn it on for themselv
 """
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
+
+# A shell that starts the tests in the background lets interrupts be ignored, and so would every process of a test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
