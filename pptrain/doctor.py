@@ -7,7 +7,6 @@ others: a transport is not used after its first error.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -19,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from pptrain.agreement import exchange
+from pptrain.checks import check
 from pptrain.errors import ConfigError
 from pptrain.machine import Backend, Machine, backends, look, matrix_product_rate
 from transports import Lanes, Task, Transport, TransportError, World, detect, open_world
@@ -271,23 +271,18 @@ class _Parser(ArgumentParser):
         raise ConfigError(f"{message[:1].upper()}{message[1:]}. See pptrain doctor --help.")
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < math.inf:
-        raise ValueError(text)
-    return seconds
-
-
 def _parse(options: Sequence[str]) -> Namespace:
     about = "What this machine is, and under mlx.launch whether its links keep what training relies on."
     parser = _Parser(prog="pptrain doctor", description=about, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--quick", action="store_true", help="leave out what sends more than 1 MB at once")
     parser.add_argument("--heavy", action="store_true", help="also send 2 GiB at once; takes 8 GiB of memory a rank")
-    parser.add_argument("--timeout", type=_seconds, default=60.0, help="seconds for a single wait; 60 if left out")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for a single wait; 60 if left out")
     parser.add_argument("--check-messages", action="store_true", help="send a header before each message, checked")
     parser.add_argument("--lanes", choices=["single", "directional"], help="as the transport does it, if left out")
-    return parser.parse_args(options)
+    asked = parser.parse_args(options)
+    check("--timeout", asked.timeout, float, {"above": 0})
+    return asked
 
 
 def _print(report: Report, as_json: bool) -> None:

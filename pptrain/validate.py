@@ -122,7 +122,7 @@ def _judge(target: Target, plan: Plan, verdict: Verdict) -> None:
             verdict.notes.append(f"{variant} was not tried: {_short(error)}")
             continue
         _compare_all(*compared, variant, plan, verdict)
-        if verdict.word not in ("ok", "close"):
+        if verdict.word == "cannot be cut here":
             return
     if not verdict.num_runs:
         verdict.word, verdict.reason = "fails on one device", verdict.notes[0]

@@ -94,10 +94,11 @@ def test_a_cut_that_adds_gradients_in_another_order_than_one_device_is_close_and
     assert "one device adds gradients in turn from before and behind the cut at layer 2" in verdict.reason
 
 
-def test_a_parameter_that_stages_share_has_the_bound_of_its_dtype():
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_a_parameter_that_stages_share_has_the_bound_of_its_dtype(dtype):
     def make():
         model = built(odd_models.Tiny, tied=True)
-        model.set_dtype(mx.bfloat16)
+        model.set_dtype(dtype)
         return model
 
     assert validate(Target("tied", make), Plan(variants=("full",), max_whole=0)).word == "ok"

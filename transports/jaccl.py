@@ -21,7 +21,7 @@ from typing import cast, final
 
 from transports.distributed import TIMEOUT_SECONDS, GroupTransport, GroupWorld
 from transports.errors import TransportSetupError
-from transports.meeting import LIMIT_SECONDS, Address, meet, parse_address
+from transports.meeting import LIMIT_SECONDS, Address, is_address, meet, parse_address
 from transports.ring import neighbours_of
 from transports.setup import START, check_available, init_group, rank_among, read_json
 from transports.wire import MAX_PIECE_BYTES
@@ -112,8 +112,7 @@ def frame_class(macos: str | None = None) -> str:
 
 def _check_coordinator(environ: Mapping[str, str]) -> Address:
     coordinator = environ.get("MLX_JACCL_COORDINATOR", "")
-    host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not is_address(coordinator):
         raise TransportSetupError(
             f"MLX_JACCL_COORDINATOR is {coordinator!r}, but the address of rank 0 was expected, as '10.0.0.1:5000'. "
             f"{START.format(backend='jaccl')}."

@@ -23,6 +23,12 @@ LIMIT_SECONDS = 60.0
 """How long the last rank may take to start."""
 
 
+def is_address(text: str) -> bool:
+    """Whether it is a host and a port, as `10.0.0.1:5000`."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
+
+
 def parse_address(text: str) -> Address:
     """`10.0.0.1:5000` as host and port."""
     host, _, port = text.rpartition(":")

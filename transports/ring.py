@@ -9,7 +9,7 @@ from typing import cast, final
 from transports.base import Lanes
 from transports.distributed import TIMEOUT_SECONDS, GroupTransport, GroupWorld
 from transports.errors import TransportSetupError
-from transports.meeting import LIMIT_SECONDS, Address, check_free, meet, parse_address
+from transports.meeting import LIMIT_SECONDS, Address, check_free, is_address, meet, parse_address
 from transports.setup import init_group, rank_among, read_json
 from transports.wire import MAX_PIECE_BYTES
 
@@ -79,6 +79,5 @@ def _shared(address: str, owner: int, rank: int, where: str) -> str:
 
 
 def _check_address(address: object, where: str) -> None:
-    host, _, port = str(address).rpartition(":")
-    if not isinstance(address, str) or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not isinstance(address, str) or not is_address(address):
         raise TransportSetupError(f"{where} has the address {address!r}, but one as '10.0.0.1:5000' was expected.")
