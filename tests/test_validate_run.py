@@ -10,7 +10,8 @@ from odd_models import InTurn, TwoStreams
 from tiny import Tiny
 
 from pptrain.cli import main
-from pptrain.validate import Verdict
+from pptrain.validate import Plan, Verdict
+from pptrain.validate_run import _equal
 from pptrain.verdicts import line, to_html
 
 QUICK = ["--quick", "--variants", "full"]
@@ -143,6 +144,13 @@ def test_the_reason_of_a_close_model_ends_with_the_cuts_that_are_equal(capsys):
     assert capsys.readouterr().out.endswith("the cut at layer 3; equal: 1+3, 2+2, 1+1+2\n")
     assert main(["validate", "odd_models:InTurn", *QUICK]) == 1
     assert "equal:" not in capsys.readouterr().out
+
+
+def test_no_cut_is_called_equal_where_some_were_not_tried():
+    notes = ["full, layers 1+3, 1f1b, recompute none: a gradient differs"]
+    plan = Plan(stages=(2,))
+    assert _equal(Verdict("a", "close", num_cuts=3, notes=notes), plan, 4) == ["2+2", "3+1"]
+    assert _equal(Verdict("a", "close", num_cuts=2, notes=notes), plan, 4) == []
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
