@@ -6,7 +6,7 @@ interleaved, zero_bubble, v_shape, registry, auto, plan, advice, program, notati
 executor, profile, optimizer, durable, checkpoint, reference, dry_run, pipeline, checks, config, agreement, data,
 recipe, fetch, progress, stream, outline, machine, layer_sizes, train, report, timeline, svg, perfetto, show, store,
 saving, resume, stopping, record, job, demo, demo_run, launch, doctor, plan_run, shrink, pattern, target, page,
-validate, verdicts, validate_run, chart, report_page, report_run, cli.
+mlx_lm_step, validate, verdicts, validate_run, chart, report_page, report_run, cli.
 """
 
 from pptrain import reference

@@ -27,6 +27,17 @@ from pptrain.values import Trace
 _MAX_SHAPES = 8
 """Compiled functions and boundaries are kept for so many shapes, so that ragged data do not fill the memory."""
 
+_EVALUATED = "Attempting to eval an array during function transformations"
+"""MLX's words where a function that it compiles looks at a number."""
+
+
+def _cannot_be_compiled(model: nn.Module) -> str:
+    return (
+        f"[model] {type(model).__module__} cannot be compiled: its forward evaluates arrays, which are none until a "
+        "step is run. Expected a forward that only builds a graph. Set MLX_DISABLE_COMPILE=1, which mlx_lm.lora needs "
+        "for it as well."
+    )
+
 
 def _make_room(cache: dict[Any, Any]) -> None:
     while len(cache) >= _MAX_SHAPES:
@@ -214,7 +225,12 @@ class Segment:
             return output, Graph(*backward)
         m = work.microbatch
         function = self._compiled_for(tuple(m.tokens.shape))
-        output, *backward = function(m.tokens, m.lengths, work.num_tokens, boundary, cotangents, weights, frozen)
+        try:
+            output, *backward = function(m.tokens, m.lengths, work.num_tokens, boundary, cotangents, weights, frozen)
+        except ValueError as error:
+            if _EVALUATED not in str(error):
+                raise
+            raise ModelError(_cannot_be_compiled(self._cut.model)) from error
         return output, Graph(*backward)
 
     def parameters(self) -> tuple[list[mx.array], list[mx.array]]:

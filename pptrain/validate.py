@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from pptrain import reference
+from pptrain import mlx_lm_step, reference
 from pptrain.errors import ModelError, PptrainError
 from pptrain.microbatch import Microbatch, count_tokens, cut, kept_random_state
 from pptrain.model import find_layers, find_slots
@@ -129,10 +129,11 @@ def _judge(target: Target, plan: Plan, verdict: Verdict) -> None:
 
 
 def _on_one_device(target: Target, variant: Variant, verdict: Verdict) -> tuple[nn.Module, list[Microbatch], Result]:
-    """A model, its microbatches, and what one device makes of them.
+    """A model, its microbatches, and what one device makes of them, where mlx-lm's own step can be built, too.
 
     Where mlx-lm's LoRA takes a weight away that the model reads by itself, LoRA goes where it does not.
     """
+    keys = set[str]()
     try:
         model = _prepared(target, variant)
         microbatches = _batch(model)
@@ -143,7 +144,9 @@ def _on_one_device(target: Target, variant: Variant, verdict: Verdict) -> tuple[
         model = _prepared(target, variant, keys)
         microbatches = _batch(model)
         verdict.notes.append(f"{variant} of {', '.join(sorted(keys))} only; with all: {_short(error)}")
-    return model, microbatches, _one_device(model, microbatches)
+    one = _one_device(model, microbatches)
+    mlx_lm_step.build(_prepared(target, variant, keys), microbatches[0])
+    return model, microbatches, one
 
 
 def _compare_all(
@@ -329,7 +332,7 @@ def _largest(model: nn.Module, microbatches: Sequence[Microbatch]) -> dict[str, 
 
 
 def _short(error: BaseException) -> str:
-    """An error in one line, with the line of a model's code that raised it."""
+    """An error in one line, with the line of a model's code that raised it, and what is noted of it."""
     text = " ".join(str(error).split())[:300] or type(error).__name__
     if isinstance(error, PptrainError):
         return text
@@ -337,4 +340,5 @@ def _short(error: BaseException) -> str:
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     where = f" ({last.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{last.tb_lineno})" if last else ""
-    return f"{type(error).__name__}: {text}{where}"
+    notes = "; ".join(["", *getattr(error, "__notes__", [])])
+    return f"{type(error).__name__}: {text}{where}{notes}"

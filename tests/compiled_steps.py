@@ -2,16 +2,19 @@
 
     python tests/compiled_steps.py
 
-Prints what was found as JSON: the greatest relative difference of each step, and how many functions are kept.
+Prints what was found as JSON: the greatest relative difference of each step, how many functions are kept, and what is
+said of a model that cannot be compiled.
 """
 
 import json
 
 import mlx.core as mx
 from mlx.utils import tree_map
+from odd_models import Counted, built
 from tiny import batch, put_lora_on, relative_difference, tiny
 
 from pptrain import Pipeline, reference
+from pptrain.errors import ModelError
 
 WIDTHS = range(3, 13)
 
@@ -31,7 +34,16 @@ def main() -> None:
         changed = model.parameters() if step % 2 else model.trainable_parameters()
         model.update(tree_map(lambda array: array * 1.25, changed))
     kept = [len(segment._compiled) for stage in range(2) for segment in pipeline.stage(stage)._segments]
-    print(json.dumps({"differences": differences, "kept": kept, "is_on": is_on()}))
+    print(json.dumps({"differences": differences, "kept": kept, "is_on": is_on(), "refused": refused()}))
+
+
+def refused() -> str:
+    """What is said of a forward that looks at its tokens."""
+    try:
+        Pipeline(built(Counted), 2, compile=True).value_and_grad(*batch(4, 6), 2)
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def is_on() -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -319,3 +320,4 @@ def test_a_compiled_pipeline_follows_the_weights_and_keeps_few_functions():
     assert found["is_on"]
     assert max(found["differences"]) < 1e-5
     assert max(found["kept"]) == 8
+    assert re.fullmatch(r"\[model\] odd_models cannot be compiled: .* MLX_DISABLE_COMPILE=1.*", found["refused"])

@@ -88,6 +88,22 @@ def test_a_model_that_one_device_cannot_train_has_the_reason():
     assert verdict.is_good
 
 
+@pytest.mark.parametrize(
+    ("kind", "otherwise"), [(odd_models.Counted, "ok"), (odd_models.Choosing, "cannot be cut here")]
+)
+def test_what_mlx_lm_s_own_step_cannot_be_compiled_of_fails_on_one_device_unless_nothing_is(
+    kind, otherwise, monkeypatch
+):
+    target = Target(kind.__name__, lambda: built(kind))
+    assert validate(target, QUICK).word == otherwise  # these tests run without `mx.compile`
+    monkeypatch.delenv("MLX_DISABLE_COMPILE")
+    verdict = validate(target, QUICK)
+    assert (verdict.word, verdict.num_runs) == ("fails on one device", 0)
+    assert re.search(r"eval .* \(odd_models.py:\d+\); in mlx-lm's own step, which is compiled", verdict.reason)
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")
+    assert validate(target, QUICK).word == otherwise  # and so they go on
+
+
 def test_a_cut_that_adds_gradients_in_another_order_than_one_device_is_close_and_says_so():
     verdict = validate(Target("InTurn", lambda: built(odd_models.InTurn)), Plan(variants=("full",), layers=(2, 2)))
     assert verdict.word == "close"
