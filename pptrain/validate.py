@@ -52,9 +52,13 @@ class Way:
     schedule: str
     recompute: Recompute
 
+    @property
+    def cut(self) -> str:
+        """`1+3`: layers of each stage."""
+        return "+".join(map(str, self.layers))
+
     def __str__(self) -> str:
-        cut = "+".join(map(str, self.layers))
-        return f"{self.variant}, layers {cut}, {self.schedule}, recompute {self.recompute}"
+        return f"{self.variant}, layers {self.cut}, {self.schedule}, recompute {self.recompute}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,8 @@ class Verdict:
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list[str])
     """Each way that was not equal, and what of the plan could not be tried."""
+    unequal: list[str] = field(default_factory=list[str])
+    """Cuts (`1+3`) that are not equal to one device in some way."""
 
     @property
     def is_good(self) -> bool:
@@ -169,10 +175,16 @@ def _compare_all(
             if way in whole:  # nor into any number of stages
                 _note(verdict, "cannot be cut here", _short(error))
                 return
-            _note(verdict, "cannot be cut here", f"{way}: {_short(error)}")
+            _note_way(verdict, "cannot be cut here", way, _short(error))
             continue
         if difference:
-            _note(verdict, "close", f"{way}: {difference}")
+            _note_way(verdict, "close", way, difference)
+
+
+def _note_way(verdict: Verdict, word: Word, way: Way, what: str) -> None:
+    _note(verdict, word, f"{way}: {what}")
+    if way.cut not in verdict.unequal:
+        verdict.unequal.append(way.cut)
 
 
 def _note(verdict: Verdict, word: Word, what: str) -> None:

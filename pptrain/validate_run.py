@@ -178,15 +178,13 @@ def _too_many(plan: Plan, num_layers: int) -> list[str]:
 
 
 def _equal(verdict: Verdict, plan: Plan, num_layers: int) -> list[str]:
-    """The cuts that no note finds different from one device; none where not every cut was tried."""
+    """The cuts that are equal to one device in every way; none where not every cut was tried."""
     every = [
         "+".join(str(b - a) for a, b in itertools.pairwise([0, *ends, num_layers]))
         for num_stages in plan.stages
         for ends in itertools.combinations(range(1, num_layers), num_stages - 1)
     ]
-    if len(every) != verdict.num_cuts:
-        return []
-    return [cut for cut in every if not any(f", layers {cut}, " in note for note in verdict.notes)]
+    return [cut for cut in every if cut not in verdict.unequal] if len(every) == verdict.num_cuts else []
 
 
 def _each_in_a_process(names: Sequence[str], asked: argparse.Namespace) -> list[Verdict]:

@@ -147,10 +147,9 @@ def test_the_reason_of_a_close_model_ends_with_the_cuts_that_are_equal(capsys):
 
 
 def test_no_cut_is_called_equal_where_some_were_not_tried():
-    notes = ["full, layers 1+3, 1f1b, recompute none: a gradient differs"]
     plan = Plan(stages=(2,))
-    assert _equal(Verdict("a", "close", num_cuts=3, notes=notes), plan, 4) == ["2+2", "3+1"]
-    assert _equal(Verdict("a", "close", num_cuts=2, notes=notes), plan, 4) == []
+    assert _equal(Verdict("a", "close", num_cuts=3, unequal=["1+3"]), plan, 4) == ["2+2", "3+1"]
+    assert _equal(Verdict("a", "close", num_cuts=2, unequal=["1+3"]), plan, 4) == []
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
