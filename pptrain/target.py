@@ -45,11 +45,25 @@ _DEPTH = 24
 _OTHER_SENSES = re.compile("vision|audio")
 """Whose configs say nothing of the language model's layers."""
 
-_EXCEPTIONS: Mapping[str, Config] = {
+
+def _hadamard_pack(num_layers: int) -> Config:
+    paths = [f"model.layers.{layer}.mlp.down_proj" for layer in range(num_layers)]
+    return {
+        "tensor_namespace": "mlx-vlm-qwen3_5",
+        "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
+        "modules": [{"path": path, "block": 512, "embedding": False, "dtype": "float16"} for path in paths],
+        "intermediate_size": 512,
+        "num_experts": 0,
+    }
+
+
+_EXCEPTIONS: Mapping[str, Callable[[int], Config]] = {
     # Its forward writes to the logits of tokens by their real numbers, which MLX does not check.
-    "phi3small": {"vocab_size": 100352},
+    "phi3small": lambda num_layers: {"vocab_size": 100352},
+    # Its config lists the modules whose weights are packed, and a pack has these bits and such widths or is refused.
+    "prism_hadamard_qwen35": _hadamard_pack,
 }
-"""Values that a module needs and that nothing in its argument class says."""
+"""Values, by the number of layers, that a module needs and that nothing in its argument class says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +356,7 @@ def _invented_configs(module: ModuleType, num_layers: int) -> Iterator[Config]:
         for inner in inner_classes:
             home = importlib.import_module(inner.__module__)
             completed = {key: value for more in completions(home, num_layers)[:count] for key, value in more.items()}
-            completed |= _EXCEPTIONS.get(module.__name__.rsplit(".", 1)[-1], {})
+            completed |= _EXCEPTIONS.get(module.__name__.rsplit(".", 1)[-1], lambda num_layers: {})(num_layers)
             text = tiny_config(home, inner, num_layers, completed)
             outer = tiny_config(module, module.ModelArgs, num_layers, completed)
             yield {**outer, "text_config": text} if "text_config" in fields else text

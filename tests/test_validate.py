@@ -81,6 +81,14 @@ def test_a_model_without_layers_cannot_be_cut_whatever_one_device_makes_of_it():
     assert "has no `layers`" in verdict.reason
 
 
+def test_a_pack_of_rotated_weights_is_ok():
+    target = of_type("prism_hadamard_qwen35", 4)
+    packed = [name for name, module in target.build().named_modules() if "Hadamard" in type(module).__name__]
+    assert len(packed) == 4
+    verdict = validate(target, Plan(max_whole=0, layers=(2, 2)))
+    assert (verdict.word, verdict.notes) == ("ok", [])
+
+
 def test_a_model_that_one_device_cannot_train_has_the_reason():
     verdict = validate(of_type("bitnet", 4), QUICK)
     assert verdict.word == "fails on one device"
