@@ -1,7 +1,7 @@
 """Pipeline-parallel training of language models on MLX, bit-equal to one device.
 
-A module knows only what is to its left, and the data go the same way. The order of the modules: errors, model,
-structure, lazy, values, trace, replay, partition, microbatch, segment, stage, graph, sizes, schedule, simulate,
+A module knows only what is to its left, and the data go the same way. The order of the modules: errors, compiling,
+model, structure, lazy, values, trace, replay, partition, microbatch, segment, stage, graph, sizes, schedule, simulate,
 interleaved, zero_bubble, v_shape, registry, auto, plan, advice, program, notation, deadlock, verify, promela, lowered,
 executor, profile, optimizer, durable, checkpoint, reference, dry_run, pipeline, checks, config, agreement, data,
 recipe, fetch, progress, stream, outline, machine, layer_sizes, train, report, timeline, svg, perfetto, show, store,

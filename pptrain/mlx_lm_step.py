@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.trainer import default_loss
 
 from pptrain import reference
+from pptrain.compiling import compiling
 from pptrain.microbatch import Microbatch
 
 
@@ -27,31 +27,10 @@ def build(model: nn.Module, microbatch: Microbatch) -> None:
     batch = (microbatch.tokens, microbatch.lengths)
     reference.evaluate(default_loss(model, *batch))  # what the first forward makes and keeps is there when it compiles
     of_model = nn.value_and_grad(model, default_loss)
-    with _compiling_as_mlx_lm():
+    # Where this environment wants nothing compiled, mlx-lm's step is not, either.
+    with nullcontext() if "MLX_DISABLE_COMPILE" in os.environ else compiling():
         try:
             mx.compile(lambda *batch: of_model(model, *batch))(*batch)
         except Exception as error:
             error.add_note("in mlx-lm's own step, which is compiled unless MLX_DISABLE_COMPILE=1 is set")
             raise
-
-
-@contextmanager
-def _compiling_as_mlx_lm() -> Generator[None]:
-    """Compile for a while, unless this environment wants nothing compiled: then mlx-lm's step is not, either."""
-    if "MLX_DISABLE_COMPILE" in os.environ or _is_compiling():
-        yield
-        return
-    mx.enable_compile()
-    try:
-        yield
-    finally:
-        mx.disable_compile()
-
-
-def _is_compiling() -> bool:
-    """Whether MLX compiles now, which it tells nobody: a function that is compiled has no number to look at."""
-    try:
-        mx.compile(lambda array: array + array.item())(mx.array(0))
-    except ValueError:
-        return True
-    return False

@@ -28,11 +28,13 @@ import mlx.nn as nn
 import mlx_lm.models
 from mlx_lm.utils import MODEL_REMAPPING
 
+from pptrain.compiling import compiling
 from pptrain.errors import ConfigError
 from pptrain.microbatch import kept_random_state
 from pptrain.model import find_slots
 from pptrain.pattern import FEWEST, kinds_of, layers_to_show
 from pptrain.shrink import LAYER_FIELDS, Config, argument_classes, completions, count_layers_of, shrunk, tiny_config
+from pptrain.trace import SAMPLE
 
 _TINY = 8_000_000
 """Parameters; a model with more is not what shrinking is to give."""
@@ -153,6 +155,7 @@ def _from_config(
     known = _count_layers_of(config)
     count = num_layers or min(_layers_to_show(make, known or _DEPTH), known or _DEPTH)
     _refuse_misread(name, lambda: make(count), config, count)
+    _refuse_misshapen(name, lambda: make(count), lambda: build(deepcopy(config)))
     return Target(name, lambda: make(count))
 
 
@@ -188,6 +191,31 @@ def _refuse_misread(name: str, make: Callable[[], nn.Module], config: Config, nu
             f"{_largest_of(model)}. Expected at most {_TINY}: its config has sizes by names that are not known. "
             "Give these small values, or try the config as it is with --full-size."
         )
+
+
+def _refuse_misshapen(name: str, make: Callable[[], nn.Module], real: Callable[[], nn.Module]) -> None:
+    """Refuse a tiny model that fails where one of the real sizes does not; nothing of that is computed.
+
+    Raises:
+        ConfigError: If shrinking made what the model cannot be made or run with.
+    """
+    error = _fault_of(make)
+    if error is not None and _fault_of(real) is None:
+        raise ConfigError(
+            f"[target] {name} cannot be shrunk: with small sizes it raises {type(error).__name__}: "
+            f"{str(error).rstrip('.')}; with those of its config it does not. Expected sizes by names that are known "
+            "and that may be small. Give a config whose sizes are small themselves, and --full-size."
+        ) from error
+
+
+def _fault_of(make: Callable[[], nn.Module]) -> Exception | None:
+    """What is raised where a model is made and given tokens, which is built and not evaluated."""
+    try:
+        with kept_random_state(), compiling():
+            mx.compile(make().__call__)(mx.zeros(SAMPLE, mx.int32))
+    except Exception as error:
+        return error  # a model's own code may raise anything
+    return None
 
 
 def _layers_to_show(make: Callable[[int], nn.Module], depth: int) -> int:

@@ -24,12 +24,27 @@ LLAMA = {
 }
 
 OWN = """
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.llama import Model as Llama, ModelArgs as LlamaArgs
 
 class Model(Llama):
     def __init__(self, args):
         super().__init__(args)
+
+class Wide(Model):
+    def __init__(self, args):
+        if args.hidden_size % 96:
+            raise ValueError(f"a width of {args.hidden_size}")
+        super().__init__(args)
+
+class WideLater(Model):
+    def __call__(self, inputs):
+        return super().__call__(inputs) * mx.ones((96,)).reshape(-1, self.args.hidden_size).min()
+
+class Never(Model):
+    def __call__(self, inputs):
+        raise ValueError("never")
 
 class FromDict(Llama):
     def __init__(self, config):
@@ -254,3 +269,20 @@ def test_a_module_that_raises_anything_when_it_is_imported_is_a_mistake(tmp_path
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"broken_model:Model: ZeroDivisionError: division by zero\. Expected"):
         find_target("broken_model:Model")
+
+
+@pytest.mark.parametrize(("name", "raised"), [("Wide", "ValueError: a width of 64"), ("WideLater", "Cannot reshape")])
+def test_a_config_that_shrinking_spoils_is_refused_and_not_told_as_a_failure_of_one_device(
+    name, raised, own, tmp_path, capsys
+):
+    config = str(written(tmp_path, {**LLAMA, "hidden_size": 96, "num_hidden_layers": 4}))
+    target = f"{own}_args:{name}"
+    with pytest.raises(ConfigError, match=rf"{target} cannot be shrunk: with small sizes it raises .*{raised}"):
+        find_target(target, config=Path(config))
+    assert main(["validate", target, "--config", config, "--quick", "--layers", "2,2", "--full-size"]) == 0
+    assert " ok " in capsys.readouterr().out
+
+
+def test_a_model_that_fails_with_its_real_sizes_too_fails_on_one_device(own, tmp_path, capsys):
+    assert main(["validate", f"{own}_args:Never", "--config", str(written(tmp_path, LLAMA)), "--quick"]) == 0
+    assert "fails on one device" in capsys.readouterr().out
