@@ -10,19 +10,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.utils import (
-    _compressed_tensors_quantization,  # pyright: ignore[reportPrivateUsage]
     _get_classes,  # pyright: ignore[reportPrivateUsage]
     load_model,
 )
 
 from pptrain.errors import ModelError
 from pptrain.microbatch import kept_random_state
+from pptrain.quantization import quantization_of, quantize
 
 _DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
-_PACKED = {
-    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
-    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
-}
 
 
 def outline(path: Path, trust_remote_code: bool = False) -> nn.Module:
@@ -60,9 +56,9 @@ def from_config(config: dict[str, Any]) -> nn.Module:
         if getattr(model, "tie_word_embeddings", None) is None and config.get("tie_word_embeddings", False):
             _drop_head(model)
         model.set_dtype(_DTYPES[dtype])
-        quantization = _quantization(config)
+        quantization = quantization_of(config)
         if quantization is not None:
-            _quantize(model, quantization)
+            quantize(model, quantization)
         # One node for each array, instead of a chain of random draws.
         model.update(tree_map(lambda array: mx.zeros(array.shape, array.dtype), model.parameters()))
     return model
@@ -72,32 +68,3 @@ def _drop_head(model: Any) -> None:
     """As `sanitize` does for models that see from their weights that the head is the embedding."""
     if "lm_head" in model and hasattr(model, "sanitize"):
         model.sanitize({})
-
-
-def _quantization(config: dict[str, Any]) -> dict[str, Any] | None:
-    if "quantization" in config:
-        return config["quantization"]
-    other = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
-    if other is None or "bits" in other:
-        return other
-    method = other.get("quant_method")
-    if method == "compressed-tensors":
-        return _compressed_tensors_quantization(other)
-    if method == "fp8":  # dequantized when mlx-lm loads it
-        return None
-    return _PACKED[method]
-
-
-def _quantize(model: nn.Module, quantization: dict[str, Any]) -> None:
-    def predicate(name: str, module: nn.Module) -> bool | dict[str, Any]:
-        own = quantization.get(name, hasattr(module, "to_quantized"))
-        width = getattr(module, "weight", mx.zeros((1, 0))).shape[-1]
-        return own if width % quantization["group_size"] == 0 else False
-
-    nn.quantize(
-        model,
-        group_size=quantization["group_size"],
-        bits=quantization["bits"],
-        mode=quantization.get("mode", "affine"),
-        class_predicate=predicate,
-    )

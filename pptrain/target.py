@@ -13,9 +13,9 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +33,7 @@ from pptrain.errors import ConfigError
 from pptrain.microbatch import kept_random_state
 from pptrain.model import find_slots
 from pptrain.pattern import FEWEST, kinds_of, layers_to_show
+from pptrain.quantization import Quantization, as_converted, fitted, quantization_of, quantize
 from pptrain.shrink import LAYER_FIELDS, Config, argument_classes, completions, count_layers_of, shrunk, tiny_config
 from pptrain.trace import SAMPLE
 
@@ -68,17 +69,40 @@ _EXCEPTIONS: Mapping[str, Callable[[int], Config]] = {
 """Values, by the number of layers, that a module needs and that nothing in its argument class says."""
 
 
+def _small_groups(model: nn.Module) -> Quantization:
+    return as_converted(model, {"group_size": 32, "bits": 4, "mode": "affine"})
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A model by name, and how to make it; made twice from one seed it is the same."""
 
     name: str
     make: Callable[[], nn.Module]
+    config: Config = field(default_factory=dict[str, Any])
+    """What it was made from; it says how the model is quantized."""
+    is_full_size: bool = False
+    convert: Callable[[nn.Module], Quantization] = _small_groups
+    """How it is quantized where its config says nothing of that."""
 
     def build(self, seed: int = 0) -> nn.Module:
         """A fresh model with random weights."""
         mx.random.seed(seed)
         return self.make()
+
+    def quantize(self, model: nn.Module) -> list[str]:
+        """Quantize a model of this target's, in place.
+
+        Returns:
+            In what that is not what the config says, because of the tiny widths.
+        """
+        said = quantization_of(self.config)
+        if said is None:
+            quantize(model, fitted(model, self.convert(model))[0])
+            return []
+        fits, notes = (said, list[str]()) if self.is_full_size else fitted(model, said)
+        quantize(model, fits)
+        return notes
 
 
 def every_name() -> list[str]:
@@ -150,13 +174,20 @@ def _from_config(
     def make(count: int) -> nn.Module:
         return build(shrunk(deepcopy(config), count))
 
+    def quantized(count: int) -> nn.Module:
+        model = make(count)
+        with suppress(Exception):  # of which the variant that quantizes will say what it is
+            Target(name, lambda: model, config).quantize(model)
+        return model
+
     if full_size:
-        return Target(name, lambda: build(deepcopy(config)))
+        return Target(name, lambda: build(deepcopy(config)), config, is_full_size=True)
     known = _count_layers_of(config)
-    count = num_layers or min(_layers_to_show(make, known or _DEPTH), known or _DEPTH)
+    show = quantized if "quantization" in config else make
+    count = num_layers or min(_layers_to_show(show, known or _DEPTH), known or _DEPTH)
     _refuse_misread(name, lambda: make(count), config, count)
     _refuse_misshapen(name, lambda: make(count), lambda: build(deepcopy(config)))
-    return Target(name, lambda: make(count))
+    return Target(name, lambda: make(count), config)
 
 
 def _count_layers_of(config: Config) -> int | None:

@@ -11,7 +11,6 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
@@ -141,13 +140,13 @@ def _on_one_device(target: Target, variant: Variant, verdict: Verdict) -> tuple[
     """
     keys = set[str]()
     try:
-        model = _prepared(target, variant)
+        model = _prepared(target, variant, verdict)
         microbatches = _batch(model)
     except AttributeError as error:
         if variant == "full":
             raise
         keys = _keys_that_run(target)
-        model = _prepared(target, variant, keys)
+        model = _prepared(target, variant, verdict, keys)
         microbatches = _batch(model)
         verdict.notes.append(f"{variant} of {', '.join(sorted(keys))} only; with all: {_short(error)}")
     one = _one_device(model, microbatches)
@@ -258,11 +257,12 @@ def _ways(cuts: Sequence[tuple[int, ...]], variant: Variant, plan: Plan) -> Iter
             yield Way(layers, variant, schedule, recompute)
 
 
-def _prepared(target: Target, variant: Variant, keys: Iterable[str] = ()) -> nn.Module:
+def _prepared(target: Target, variant: Variant, verdict: Verdict, keys: Iterable[str] = ()) -> nn.Module:
     model = target.build()
     _fill_zeros(model)
     if variant == "qlora":
-        nn.quantize(model, group_size=32, bits=4, class_predicate=partial(_can_be_quantized, model))
+        notes = [f"qlora has {note}" for note in target.quantize(model)]
+        verdict.notes += [note for note in notes if note not in verdict.notes]
     if variant != "full":
         model.freeze()
         _put_lora(model, keys)
@@ -300,13 +300,6 @@ def _fill_zeros(model: nn.Module) -> None:
         array = slot.array
         if mx.issubdtype(array.dtype, mx.floating) and not mx.any(array).item():
             slot.put((0.1 * mx.random.normal(array.shape)).astype(array.dtype))
-
-
-def _can_be_quantized(model: nn.Module, path: str, module: nn.Module) -> bool:
-    weight, wanted = getattr(module, "weight", None), getattr(model, "quant_predicate", None)
-    if wanted is not None and not wanted(path, module):
-        return False
-    return hasattr(module, "to_quantized") and isinstance(weight, mx.array) and weight.shape[-1] % 32 == 0
 
 
 def _batch(model: nn.Module) -> list[Microbatch]:
