@@ -102,14 +102,15 @@ def as_converted(model: nn.Module, parameters: Parameters, recipe: str | None = 
 
 
 def quantize(model: nn.Module, quantization: Quantization) -> None:
-    """Quantize a model's modules in place, as they are loaded from files of which the config says so."""
+    """Quantize a model's modules in place, as they are loaded from files of which the config says so.
+
+    A width that is no multiple of its group size leaves a module as it is, as it does when mlx-lm converts a model.
+    """
     wanted = _wanted(model, quantization)
 
     def predicate(path: str, module: nn.Module) -> bool | Parameters:
         parameters = wanted.get(path)
-        # What a config does not name is quantized where its width allows it.
-        is_named = path in quantization.modules
-        return dict(parameters) if parameters and (is_named or _fits(module, parameters["group_size"])) else False
+        return dict(parameters) if parameters and _fits(module, parameters["group_size"]) else False
 
     nn.quantize(model, class_predicate=predicate)
 

@@ -286,3 +286,69 @@ def test_a_config_that_shrinking_spoils_is_refused_and_not_told_as_a_failure_of_
 def test_a_model_that_fails_with_its_real_sizes_too_fails_on_one_device(own, tmp_path, capsys):
     assert main(["validate", f"{own}_args:Never", "--config", str(written(tmp_path, LLAMA)), "--quick"]) == 0
     assert "fails on one device" in capsys.readouterr().out
+
+
+# -- quantized ---------------------------------------------------------------------------------------------------------
+
+WIDE = {"group_size": 64, "bits": 4}
+
+
+def bits_of(target, name="mlp.down_proj"):
+    """The bits of a module in every layer of a quantized model; None where it is not quantized."""
+    model = target.build()
+    target.quantize(model)
+    return [getattr(dict(layer.named_modules())[name], "bits", None) for layer in model.layers]
+
+
+def test_a_config_that_says_nothing_of_it_is_quantized_to_4_bits(tmp_path):
+    target = find_target(str(written(tmp_path, LLAMA)))
+    assert bits_of(target) == [4] * 4
+    assert target.quantize(target.build()) == []
+
+
+def test_a_quantized_config_is_tried_as_it_says_and_where_it_cannot_be_that_is_said(tmp_path):
+    own = {"model.layers.1.mlp.down_proj": {"group_size": 64, "bits": 6}, "model.layers.2.mlp.down_proj": False}
+    own["model.layers.29.mlp.down_proj"] = {"group_size": 64, "bits": 8}  # a layer that is cut off
+    target = find_target(str(written(tmp_path, {**LLAMA, "quantization": {**WIDE, **own}})), 4)
+    assert bits_of(target) == [4, 6, None, 4]
+    (note,) = target.quantize(target.build())
+    assert note == (
+        "groups of 32 instead of 64 in model.layers.0.mlp.down_proj and 2 more, whose tiny width 64 does not divide"
+    )
+
+
+def test_a_quantized_config_of_a_class_is_tried_as_it_says(own, tmp_path):
+    config = written(tmp_path, {**LLAMA, "quantization": {**WIDE, "bits": 3}})
+    assert bits_of(find_target(f"{own}_args:Model", config=config)) == [3] * 4
+
+
+def test_a_quantized_config_in_full_size_keeps_its_groups(tmp_path):
+    small = {**LLAMA, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
+    target = find_target(str(written(tmp_path, {**small, "quantization": WIDE})), full_size=True)
+    assert bits_of(target) == [None] * 2, "a width of 96 has no group of 64"
+    assert bits_of(target, "mlp.up_proj") == [4] * 2
+    assert target.quantize(target.build()) == []
+
+
+def test_a_pattern_of_bits_gets_the_layers_to_show_it(tmp_path):
+    high = {f"model.layers.{i}.mlp.down_proj": {"group_size": 64, "bits": 6} for i in range(2, 30, 3)}
+    target = find_target(str(written(tmp_path, {**LLAMA, "quantization": {**WIDE, **high}})))
+    assert bits_of(target) == [4, 4, 6] * 2
+
+
+def test_a_verdict_names_what_is_quantized_otherwise_than_the_config_says(tmp_path, capsys):
+    config, verdicts = written(tmp_path, {**LLAMA, "quantization": WIDE}), tmp_path / "verdicts.json"
+    options = ["--quick", "--layers", "2,2", "--json", str(verdicts)]
+    assert main(["validate", str(config), *options]) == 0
+    (verdict,) = json.loads(verdicts.read_text())
+    assert verdict["word"] == "ok"
+    assert verdict["notes"] == [
+        "qlora has groups of 32 instead of 64 in model.layers.0.mlp.down_proj and 3 more, "
+        "whose tiny width 64 does not divide"
+    ]
+
+
+def test_weights_that_mlx_lm_does_not_train_on_are_tried_as_such_but_not_quantized(tmp_path, capsys):
+    config = {**LLAMA, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    assert main(["validate", str(written(tmp_path, config)), "--quick", "--layers", "2,2"]) == 0
+    assert "(not tried: qlora)" in capsys.readouterr().out
