@@ -17,10 +17,14 @@ from mlx_lm.utils import _compressed_tensors_quantization  # pyright: ignore[rep
 Parameters = dict[str, Any]
 """What `to_quantized` takes: `group_size`, `bits` and `mode`."""
 
-_PACKED: Mapping[str, Parameters] = {
+MODES: Mapping[str, Parameters] = {
+    "affine": {"group_size": 32, "bits": 4, "mode": "affine"},
     "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
     "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
+    "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
 }
+"""What MLX has, in groups that fit into tiny widths."""
+
 _GROUP_SIZES: Mapping[str, tuple[int, ...]] = {"affine": (64, 128, 32), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
 """What MLX has for each mode, its default first."""
 
@@ -62,17 +66,17 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
 def _translated(other: Mapping[str, Any]) -> Parameters | None:
     """As `mlx_lm.utils.load_model` does; None where it takes the weights out of their packing."""
     method, settings = other["quant_method"], other.get("quantization", other)
-    if method in _PACKED:
-        return _PACKED[method]
+    if method in ("mxfp4", "mxfp8"):
+        return MODES[method]
     if method == "fp8":
         is_packed = other.get("scale_fmt") == "ue8m0" and list(other.get("weight_block_size", ())) == [32, 32]
-        return _PACKED["mxfp8"] if is_packed else None
+        return MODES["mxfp8"] if is_packed else None
     if method == "compressed-tensors":
         return _compressed_tensors_quantization(dict(other))
     if method == "modelopt" and settings["quant_algo"] == "NVFP4":
-        return {"group_size": settings.get("group_size", 16), "bits": 4, "mode": "nvfp4"}
+        return {**MODES["nvfp4"], "group_size": settings.get("group_size", 16)}
     if method in ("awq", "gptq") and other.get("bits", 4) == 4:
-        return {"group_size": other.get("group_size", 128), "bits": 4, "mode": "affine"}
+        return {**MODES["affine"], "group_size": other.get("group_size", 128)}
     raise ValueError(
         f"its quantization_config is of {method} ({settings.get('quant_algo', other.get('bits'))}), which mlx-lm "
         "does not train on: expected awq or gptq of 4 bits, compressed-tensors, fp8, modelopt's NVFP4, mxfp4 or mxfp8"

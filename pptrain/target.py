@@ -33,7 +33,7 @@ from pptrain.errors import ConfigError
 from pptrain.microbatch import kept_random_state
 from pptrain.model import find_slots
 from pptrain.pattern import FEWEST, kinds_of, layers_to_show
-from pptrain.quantization import Quantization, as_converted, fitted, quantization_of, quantize
+from pptrain.quantization import MODES, Quantization, as_converted, fitted, quantization_of, quantize
 from pptrain.shrink import LAYER_FIELDS, Config, argument_classes, completions, count_layers_of, shrunk, tiny_config
 from pptrain.trace import SAMPLE
 
@@ -69,8 +69,8 @@ _EXCEPTIONS: Mapping[str, Callable[[int], Config]] = {
 """Values, by the number of layers, that a module needs and that nothing in its argument class says."""
 
 
-def _small_groups(model: nn.Module) -> Quantization:
-    return as_converted(model, {"group_size": 32, "bits": 4, "mode": "affine"})
+def _to_4_bits(model: nn.Module) -> Quantization:
+    return as_converted(model, MODES["affine"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Target:
     config: Config = field(default_factory=dict[str, Any])
     """What it was made from; it says how the model is quantized."""
     is_full_size: bool = False
-    convert: Callable[[nn.Module], Quantization] = _small_groups
+    convert: Callable[[nn.Module], Quantization] = _to_4_bits
     """How it is quantized where its config says nothing of that."""
 
     def build(self, seed: int = 0) -> nn.Module:

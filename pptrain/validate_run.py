@@ -14,15 +14,18 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import mlx.core as mx
+from mlx_lm.convert import QUANT_RECIPES
 
 from pptrain.errors import ConfigError, UserError
 from pptrain.microbatch import kept_random_state
 from pptrain.partition import even, explicit
 from pptrain.pattern import FEWEST, MOST
+from pptrain.quantization import MODES, as_converted
 from pptrain.target import Target, every_name, find_target, is_class, refuse_ignored
 from pptrain.trace import count_layers
 from pptrain.validate import Plan, Variant, Verdict, validate
@@ -41,7 +44,7 @@ def run(options: Sequence[str]) -> int:
     refuse_ignored(names, asked.num_layers, asked.full_size, asked.config)
     _refuse_unwritable(asked)
     for name in asked.targets if len(names) > 1 else ():  # a wrong name is a mistake, not a verdict of its process
-        find_target(name, asked.num_layers, asked.full_size, asked.config)
+        _find(name, asked)
     verdicts = [_here(names[0], asked)] if len(names) == 1 else _each_in_a_process(names, asked)
     if len(names) > 1:
         print(summary(verdicts), flush=True)
@@ -72,6 +75,10 @@ def _parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="each cut in one way of each variant, the ways taking turns"
     )
     parser.add_argument("--variants", type=_variants, default=("full", "lora", "qlora"), help="of full,lora,qlora")
+    base = parser.add_mutually_exclusive_group()
+    base.add_argument("--q-bits", type=int, choices=(2, 3, 4, 5, 6, 8), help=f"bits {_OF_BASE} (default 4)")
+    base.add_argument("--q-mode", choices=tuple(MODES), help=f"mode {_OF_BASE} (default affine)")
+    base.add_argument("--quant-predicate", choices=QUANT_RECIPES, help=f"mixed bits {_OF_BASE}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="models at once")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts as JSON")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit XML")
@@ -80,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _TARGETS = "a model directory, a config.json, a model type (qwen3_moe), module:Class, or a name on the hub"
+
+
+_OF_BASE = "of qlora's base, as mlx_lm.convert makes it, where no config says them"
 
 
 _NUM_LAYERS = (
@@ -132,7 +142,7 @@ def _refuse_unwritable(asked: argparse.Namespace) -> None:
 def _here(name: str, asked: argparse.Namespace) -> Verdict:
     if mx.default_device() == mx.cpu:
         mx.disable_compile()  # each fused kernel would be compiled by the system's C++ compiler
-    target, plan = find_target(name, asked.num_layers, asked.full_size, asked.config), _plan(asked)
+    target, plan = _find(name, asked), _plan(asked)
     num_layers = _count_layers(target)
     if num_layers is not None:
         _check_cuts(plan, num_layers)
@@ -143,6 +153,37 @@ def _here(name: str, asked: argparse.Namespace) -> Verdict:
             verdict.reason += f"; equal: {', '.join(equal)}"
     print(line(verdict), flush=True)
     return verdict
+
+
+def _find(name: str, asked: argparse.Namespace) -> Target:
+    """A target, with the quantized base that was asked for.
+
+    Raises:
+        ConfigError: If there is no such target, or its config says another base.
+    """
+    target = find_target(name, asked.num_layers, asked.full_size, asked.config)
+    flags = _base_flags(asked)
+    if not flags:
+        return target
+    if any(target.config.get(key) for key in ("quantization", "quantization_config")):
+        raise ConfigError(
+            f"[target] {' '.join(flags)} cannot be followed by {name}, whose config says how it is quantized. Expected "
+            "one that does not. Leave it out, or change the config."
+        )
+    parameters = {**MODES[asked.q_mode or "affine"], **({"bits": asked.q_bits} if asked.q_bits else {})}
+    return replace(target, convert=partial(as_converted, parameters=parameters, recipe=asked.quant_predicate))
+
+
+def _base_flags(asked: argparse.Namespace) -> list[str]:
+    """What was asked of the quantized base, as it is given."""
+    given = {"--q-bits": asked.q_bits, "--q-mode": asked.q_mode, "--quant-predicate": asked.quant_predicate}
+    flags = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
+    if flags and "qlora" not in asked.variants:
+        raise ConfigError(
+            f"[variants] {' '.join(flags)} is for qlora, which is not among {','.join(asked.variants)}. Expected it "
+            "there. Add it, or leave the other out."
+        )
+    return flags
 
 
 def _plan(asked: argparse.Namespace) -> Plan:
@@ -193,7 +234,7 @@ def _each_in_a_process(names: Sequence[str], asked: argparse.Namespace) -> list[
     flags += ["--layers", ",".join(map(str, asked.layers))] if asked.layers else []
     flags += ["--full-size"] if asked.full_size else []
     flags += ["--quick"] if asked.quick else []
-    flags += ["--variants", ",".join(asked.variants)]
+    flags += ["--variants", ",".join(asked.variants), *_base_flags(asked)]
     with ThreadPoolExecutor(max(asked.jobs, 1)) as pool:
         return list(pool.map(lambda name: _in_a_process(name, [*flags, *_config_of(name, asked)]), names))
 

@@ -7,11 +7,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from odd_models import InTurn, TwoStreams
-from tiny import Tiny
+from tiny import LLAMA, Tiny
 
 from pptrain.cli import main
 from pptrain.validate import Plan, Verdict
-from pptrain.validate_run import _equal
+from pptrain.validate_run import _equal, _find, _parser
 from pptrain.verdicts import line, to_html
 
 QUICK = ["--quick", "--variants", "full"]
@@ -113,6 +113,55 @@ def test_a_directory_in_place_of_a_file_is_refused_before_the_work(capsys, tmp_p
     assert f"[{flag}] There is no directory {tmp_path / 'no'}" in refusal(
         capsys, "llama", f"--{flag}", str(tmp_path / "no" / "file")
     )
+
+
+@pytest.mark.parametrize(
+    ("base", "kinds"),
+    [
+        ([], {"4 affine"}),
+        (["--q-bits", "8"], {"8 affine"}),
+        (["--q-mode", "mxfp4"], {"4 mxfp4"}),
+        (["--quant-predicate", "mixed_3_6"], {"3 affine", "6 affine"}),
+    ],
+)
+def test_the_base_that_is_asked_for_is_the_one_that_is_quantized(base, kinds):
+    target = _find("llama", _parser().parse_args(["llama", *base]))
+    model = target.build()
+    target.quantize(model)
+    assert {f"{module.bits} {module.mode}" for module in model.modules() if "scales" in module} == kinds
+
+
+def test_the_base_goes_to_the_process_of_each_target(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    verdicts = tmp_path / "all.json"
+    options = ["--quick", "--variants", "qlora", "--stages", "2", "--quant-predicate", "mixed_4_6"]
+    assert main(["validate", "llama", "odd_models:TwoStreams", *options, "--json", str(verdicts)]) == 0
+    llama, other = json.loads(verdicts.read_text())
+    assert (llama["word"], llama["notes"]) == ("ok", [])
+    assert "Model does not have expected keys for mixed quant" in other["reason"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--q-bits", "7"], "invalid choice: 7"),
+        (["--q-mode", "fp4"], "invalid choice: 'fp4'"),
+        (["--q-bits", "8", "--q-mode", "mxfp4"], "not allowed with argument --q-bits"),
+        (
+            ["--q-bits", "8", "--variants", "full,lora"],
+            "[variants] --q-bits 8 is for qlora, which is not among full,lora",
+        ),
+    ],
+)
+def test_a_base_that_cannot_be_is_a_user_s_mistake(capsys, options, said):
+    assert said in refusal(capsys, "llama", *options)
+
+
+def test_another_base_than_the_config_says_is_a_user_s_mistake(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "quantization": {"group_size": 64, "bits": 4}}))
+    said = refusal(capsys, str(path), "--q-bits", "8")
+    assert f"--q-bits 8 cannot be followed by {path}, whose config says how it is quantized" in said
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
