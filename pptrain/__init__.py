@@ -5,8 +5,8 @@ model, structure, lazy, values, trace, replay, partition, microbatch, segment, s
 interleaved, zero_bubble, v_shape, registry, auto, plan, advice, program, notation, deadlock, verify, promela, lowered,
 executor, profile, optimizer, durable, checkpoint, reference, dry_run, pipeline, checks, config, agreement, data,
 recipe, fetch, progress, stream, quantization, outline, machine, layer_sizes, train, report, timeline, svg, perfetto,
-show, store, saving, resume, stopping, record, job, demo, demo_run, launch, doctor, plan_run, shrink, pattern, target,
-page, mlx_lm_step, validate, verdicts, validate_run, chart, report_page, report_run, cli.
+show, store, saving, resume, stopping, record, job, demo, demo_run, launch, doctor, plan_run, shrink, pattern, invent,
+target, page, mlx_lm_step, validate, verdicts, validate_run, chart, report_page, report_run, cli.
 """
 
 from pptrain import reference

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import io
@@ -12,7 +11,7 @@ import pkgutil
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -30,15 +29,13 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from pptrain.compiling import compiling
 from pptrain.errors import ConfigError
+from pptrain.invent import TINY, count_parameters, invented_model
 from pptrain.microbatch import kept_random_state
 from pptrain.model import find_slots
 from pptrain.pattern import FEWEST, kinds_of, layers_to_show
 from pptrain.quantization import MODES, Quantization, as_converted, fitted, quantization_of, quantize
-from pptrain.shrink import LAYER_FIELDS, Config, argument_classes, completions, count_layers_of, shrunk, tiny_config
+from pptrain.shrink import LAYER_FIELDS, Config, count_layers_of, shrunk
 from pptrain.trace import SAMPLE
-
-_TINY = 8_000_000
-"""Parameters; a model with more is not what shrinking is to give."""
 
 _PATIENCE_SECONDS = 5.0
 
@@ -47,26 +44,6 @@ _DEPTH = 24
 
 _OTHER_SENSES = re.compile("vision|audio")
 """Whose configs say nothing of the language model's layers."""
-
-
-def _hadamard_pack(num_layers: int) -> Config:
-    paths = [f"model.layers.{layer}.mlp.down_proj" for layer in range(num_layers)]
-    return {
-        "tensor_namespace": "mlx-vlm-qwen3_5",
-        "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
-        "modules": [{"path": path, "block": 512, "embedding": False, "dtype": "float16"} for path in paths],
-        "intermediate_size": 512,
-        "num_experts": 0,
-    }
-
-
-_EXCEPTIONS: Mapping[str, Callable[[int], Config]] = {
-    # Its forward writes to the logits of tokens by their real numbers, which MLX does not check.
-    "phi3small": lambda num_layers: {"vocab_size": 100352},
-    # Its config lists the modules whose weights are packed, and a pack has these bits and such widths or is refused.
-    "prism_hadamard_qwen35": _hadamard_pack,
-}
-"""Values, by the number of layers, that a module needs and that nothing in its argument class says."""
 
 
 def _to_4_bits(model: nn.Module) -> Quantization:
@@ -150,7 +127,7 @@ def of_type(name: str, num_layers: int | None = None) -> Target:
     """A model module of mlx-lm by its model type, with tiny values for its arguments."""
 
     def make(count: int) -> nn.Module:
-        return _invented_model(_module(name), count)
+        return invented_model(_module(name), count)
 
     # Not before it is built: what a module needs may not be installed, and that is a verdict.
     count = cache(lambda: num_layers or _layers_to_show(make, _DEPTH))
@@ -206,7 +183,7 @@ def _refuse_misread(name: str, make: Callable[[], nn.Module], config: Config, nu
     try:
         with kept_random_state():
             model = make()
-            found, size = len(getattr(model, "layers", None) or []), _count_parameters(model)
+            found, size = len(getattr(model, "layers", None) or []), count_parameters(model)
     except Exception:
         return  # A model's own code may raise anything, and will again, where that is looked at.
     if found and found != num_layers:
@@ -216,10 +193,10 @@ def _refuse_misread(name: str, make: Callable[[], nn.Module], config: Config, nu
             f"one of {', '.join(LAYER_FIELDS)}, and no more asked for than there are. Name it so, or try the config as "
             "it is with --full-size."
         )
-    if size > _TINY:
+    if size > TINY:
         raise ConfigError(
             f"[target] {name} shrunk to {num_layers} layers has {size} parameters; the largest is "
-            f"{_largest_of(model)}. Expected at most {_TINY}: its config has sizes by names that are not known. "
+            f"{_largest_of(model)}. Expected at most {TINY}: its config has sizes by names that are not known. "
             "Give these small values, or try the config as it is with --full-size."
         )
 
@@ -385,50 +362,6 @@ def _answers(url: str) -> bool:
             return True
     except OSError:
         return False
-
-
-def _invented_model(module: ModuleType, num_layers: int) -> nn.Module:
-    """The first tiny model that can be made and run.
-
-    Raises:
-        Exception: Whatever the model raises, if none can: the first error of one that could be made.
-    """
-    errors = list[tuple[bool, Exception]]()
-    for config in _invented_configs(module, num_layers):
-        is_made = False
-        try:
-            model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
-            _refuse_large(model)
-            is_made = True
-            model(mx.zeros((1, 8), mx.int32))
-            return model
-        except Exception as error:
-            # A model's own code may raise anything here, and the next config may do.
-            errors.append((is_made, error))
-    raise next((error for is_made, error in errors if is_made), errors[-1][1])
-
-
-def _invented_configs(module: ModuleType, num_layers: int) -> Iterator[Config]:
-    fields = {field.name for field in dataclasses.fields(module.ModelArgs)}
-    inner_classes = argument_classes(module) if "text_config" in fields else [module.ModelArgs]
-    for count in range(1, len(completions(module, num_layers)) + 1):
-        for inner in inner_classes:
-            home = importlib.import_module(inner.__module__)
-            completed = {key: value for more in completions(home, num_layers)[:count] for key, value in more.items()}
-            completed |= _EXCEPTIONS.get(module.__name__.rsplit(".", 1)[-1], lambda num_layers: {})(num_layers)
-            text = tiny_config(home, inner, num_layers, completed)
-            outer = tiny_config(module, module.ModelArgs, num_layers, completed)
-            yield {**outer, "text_config": text} if "text_config" in fields else text
-
-
-def _refuse_large(model: nn.Module) -> None:
-    size = _count_parameters(model)
-    if size > _TINY:
-        raise ValueError(f"shrunk to {size} parameters, which is not tiny")
-
-
-def _count_parameters(model: nn.Module) -> int:
-    return sum(slot.array.size for slot in find_slots(model).values())
 
 
 def _largest_of(model: nn.Module) -> str:

@@ -150,7 +150,7 @@ def _on_one_device(target: Target, variant: Variant, verdict: Verdict) -> tuple[
         microbatches = _batch(model)
         verdict.notes.append(f"{variant} of {', '.join(sorted(keys))} only; with all: {_short(error)}")
     one = _one_device(model, microbatches)
-    mlx_lm_step.build(_prepared(target, variant, keys), microbatches[0])
+    mlx_lm_step.build(_prepared(target, variant, verdict, keys), microbatches[0])
     return model, microbatches, one
 
 
