@@ -46,7 +46,8 @@ def _differentiate(segment: Segment, work: Work, cut: Cut) -> None:
 
 def _no_gradient(cut: Cut, layers: Sequence[int], site: int, error: Exception) -> str:
     position = max(site - 1, 0)
-    number = next(call.layer for call in cut.trace.calls if call.position == position)
+    called = (call.layer for call in cut.trace.calls if call.position == position)
+    number = next(layer for layer in called if layer is not None)
     before = "What comes before layer" if site == 0 else "Layer"
     behind = ", or what comes after the layers," if site == cut.num_sites - 1 else ""
     where = f"{before} {number} ({type(find_layers(cut.model)[number]).__name__}){behind}"

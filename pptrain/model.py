@@ -128,11 +128,17 @@ def replaced(slots: Sequence[Slot], arrays: Sequence[mx.array]) -> Generator[Non
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A module whose calls are intercepted: a layer, or a part of a layer that is itself never called."""
+    """A module whose calls are intercepted: a layer, a part of one that is itself never called, or what is between."""
 
-    layer: int
+    layer: int | None
+    """None for what the model calls between its layers."""
     module: nn.Module
     is_whole: bool
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"a {type(self.module).__name__} between layers" if self.layer is None else f"layer {self.layer}"
 
 
 def units_of(model: nn.Module) -> Generator[list[Unit]]:
@@ -140,6 +146,13 @@ def units_of(model: nn.Module) -> Generator[list[Unit]]:
     layers = find_layers(model)
     yield _once(Unit(number, layer, True) for number, layer in enumerate(layers))
     yield _once(Unit(number, part, False) for number, layer in enumerate(layers) for part in layer.modules())
+
+
+def with_those_between(model: nn.Module, units: Iterable[Unit]) -> list[Unit]:
+    """Also each module that the model may call between its layers: any that holds none of them."""
+    layers = {id(layer) for layer in find_layers(model)}
+    between = [m for m in model.modules() if layers.isdisjoint(id(part) for part in m.modules())]
+    return _once([*units, *(Unit(None, module, True) for module in between)])
 
 
 def _once(units: Iterable[Unit]) -> list[Unit]:

@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from pptrain.errors import ModelError
 from pptrain.lazy import handle, overwritten
-from pptrain.model import Boundary
+from pptrain.model import Boundary, Unit
 from pptrain.structure import Outcome, arrays_in, containers_in, effects, snapshot
 from pptrain.values import Call, Given, Made, Trace
 
@@ -48,36 +48,41 @@ class Replay:
 
     def around(self, number: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Stand in for a call: run it, or replay what came of it."""
-        recorded = self._recorded(number)
+        unit = self._trace.units[number]
+        recorded = self._recorded(unit)
+        if recorded.layer is None:
+            result = call(*args, **kwargs)  # what lies outside of the segment is built, and never evaluated
+            self._meet(unit, recorded, arrays_in((result, args, kwargs)))
+            return result
         leaves, containers = arrays_in((args, kwargs)), containers_in((args, kwargs))
-        self._meet(recorded, leaves)
+        self._meet(unit, recorded, leaves)
         site = recorded.position + 1
         if site >= self._sites.stop and all(value in self._known for value in self._wanted):
             raise Reached
         if site not in self._sites:
             return self._played(recorded, leaves).put(containers)
-        if self._trace.units[number].is_whole:
+        if unit.is_whole:
             mx.random.seed(self.seed_of(recorded.layer))
         before = snapshot(containers)
         result = call(*args, **kwargs)
-        self._keep(recorded, Outcome(result, effects(containers, before)))
+        self._keep(unit, recorded, Outcome(result, effects(containers, before)))
         return result
 
-    def _recorded(self, number: int) -> Call:
+    def _recorded(self, unit: Unit) -> Call:
         calls, place = self._trace.calls, self._next
         self._next += 1
-        if place >= len(calls) or calls[place].layer != self._trace.units[number].layer:
+        if place >= len(calls) or calls[place].layer != unit.layer:
             raise ModelError(
-                f"[model] layer {self._trace.units[number].layer} was called out of turn (call {place}): this forward "
+                f"[model] {unit.name} was called out of turn (call {place}): this forward "
                 "goes another way than one with other tokens of the same shape. Expected a forward that depends on the "
                 "tokens' shape only. Train this model on one device with mlx_lm.lora."
             )
         return calls[place]
 
-    def _meet(self, recorded: Call, leaves: Sequence[mx.array]) -> None:
+    def _meet(self, unit: Unit, recorded: Call, leaves: Sequence[mx.array]) -> None:
         """Values that were made outside of layers and are seen here first: taken from here, or put here."""
         if len(leaves) != len(recorded.given):
-            raise ModelError(_other_form(recorded, len(leaves), len(recorded.given)))
+            raise ModelError(_other_form(unit, len(leaves), len(recorded.given)))
         for leaf, value in zip(leaves, recorded.given, strict=True):
             if value not in recorded.introduced:
                 continue
@@ -86,12 +91,12 @@ class Replay:
             elif self._trace.values[value].site in self._sites:
                 self._known[value] = handle(leaf)
 
-    def _keep(self, recorded: Call, outcome: Outcome) -> None:
+    def _keep(self, unit: Unit, recorded: Call, outcome: Outcome) -> None:
         """Own handles of what a call made: some models change the array in place afterwards."""
         places = _leaves_of(recorded.outcome)
         arrays = outcome.arrays
         if len(arrays) != len(places):
-            raise ModelError(_other_form(recorded, len(arrays), len(places)))
+            raise ModelError(_other_form(unit, len(arrays), len(places)))
         for array, place in zip(arrays, places, strict=True):
             if isinstance(place, Made) and place.value not in self._known:
                 self._known[place.value] = handle(array)
@@ -124,9 +129,9 @@ def _leaves_of(recorded: Outcome) -> list[Made | Given]:
     return found
 
 
-def _other_form(recorded: Call, found: int, expected: int) -> str:
+def _other_form(unit: Unit, found: int, expected: int) -> str:
     return (
-        f"[model] layer {recorded.layer} has {found} arrays where {expected} were expected: this forward goes another "
+        f"[model] {unit.name} has {found} arrays where {expected} were expected: this forward goes another "
         "way than one with other tokens of the same shape. Expected a forward that depends on the tokens' shape only. "
         "Train this model on one device with mlx_lm.lora."
     )

@@ -5,6 +5,9 @@ a *value*: a fresh array takes its place, so that the graph between two values c
 value is computed from, other values and parameters, follows from that graph, however it got there: as an argument, in
 a tuple, through a dict that layers fill, or by a variable of the model's own forward. Arrays that depend on no
 parameter (masks, positions) are no values: whoever needs them computes them from the tokens.
+
+Where what the model makes between its layers would be made again on both sides of a cut, the forward runs once more,
+and what is made by modules between layers becomes values, too.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from mlx.utils import tree_flatten
 
 from pptrain.errors import ModelError
 from pptrain.lazy import handle, mentions, overwritten, picture_of
-from pptrain.model import ArraySpec, Unit, find_layers, find_slots, intercepted, replaced, units_of
+from pptrain.model import ArraySpec, Unit, find_layers, find_slots, intercepted, replaced, units_of, with_those_between
 from pptrain.structure import Outcome, arrays_in, containers_in, effects, snapshot
 from pptrain.values import Call, Given, Made, Mentions, Trace, Value
 
@@ -39,18 +42,23 @@ def trace(model: nn.Module, tokens: mx.array) -> Trace:
     """
     slots = list(find_slots(model).values())
     with replaced(slots, [slot.array for slot in slots]):  # a forward may put another array in a parameter's place
-        return _trace_twice(model, tokens)
+        found = _trace_twice(model, tokens, units_of(model))
+        if not found.made_between:
+            return found
+        closer = _trace_twice(model, tokens, [with_those_between(model, found.units)])
+        # Not where a module calls layers that it does not hold, which would not be seen within its call.
+        return closer if closer.num_positions == found.num_positions else found
 
 
-def _trace_twice(model: nn.Module, tokens: mx.array) -> Trace:
+def _trace_twice(model: nn.Module, tokens: mx.array, choices: Iterable[list[Unit]]) -> Trace:
     """Trace, and again where a layer has changed what it holds: what one call makes, none after it may read."""
     layers = find_layers(model)
     before = _attributes(layers)
-    found = _trace(model, tokens)
+    found = _trace(model, tokens, choices)
     if changed := _changed(before, after := _attributes(layers)):
         # What is made at the first call may be kept, and what each call makes anew.
         kept = {key: after[key] for key in changed if _is_array(after[key])}
-        found = _trace(model, tokens, kept)
+        found = _trace(model, tokens, [list(found.units)], kept)
         again = [key for key in _changed(after, _attributes(layers)) if key not in kept]
         _refuse_state(model, layers, again)
     return found
@@ -88,8 +96,9 @@ class _Counter:
         return call(*args, **kwargs)
 
 
-def _trace(model: nn.Module, tokens: mx.array, kept: Attributes | None = None) -> Trace:
-    for units in units_of(model):
+def _trace(model: nn.Module, tokens: mx.array, choices: Iterable[list[Unit]], kept: Attributes | None = None) -> Trace:
+    """What one forward shows, with the first of the choices of units that it calls."""
+    for units in choices:
         recorder = _Recorder(model, units, kept or {})
         with intercepted([unit.module for unit in units], recorder.around):
             logits = model(tokens)
@@ -129,15 +138,12 @@ class _Recorder:
         self.strangers = list[tuple[int, int, str]]()
 
     def around(self, number: int, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+        layer = self._units[number].layer
+        if layer is None:
+            return self._between(call, *args, **kwargs)
         is_first = self._counter.pass_through(number)
-        position, layer = self._counter.num_positions - 1, self._units[number].layer
-        leaves, known = arrays_in((args, kwargs)), len(self.values)
-        self._alive += leaves
-        originals = [handle(leaf) for leaf in leaves]
-        given = tuple(self._given(leaf, is_first) for leaf in leaves)
-        self._note_mentions(dict(zip(given, originals, strict=True)), known)
-        self._alive += originals
-        introduced = frozenset(range(known, len(self.values)))
+        position, leaves = self._counter.num_positions - 1, arrays_in((args, kwargs))
+        given, introduced = self._met(leaves, is_first)
         containers = containers_in((args, kwargs))
         before, pictures = snapshot(containers), self._pictures(leaves, given)
         result = call(*args, **kwargs)
@@ -146,6 +152,28 @@ class _Recorder:
         recorded, handed_on = self._handed_on(outcome, position, layer, {id(a): i for i, a in enumerate(leaves)})
         self.calls.append(Call(layer, position, given, introduced, recorded))
         return handed_on.put(containers)
+
+    def _between(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """A module between layers: it runs as it does, and what it hands on is a value of the site that calls it."""
+        result, site = call(*args, **kwargs), self._counter.num_positions
+        given, introduced = self._met(arrays_in((result, args, kwargs)), True, site)
+        self.calls.append(Call(None, site - 1, given, introduced, Outcome(None)))
+        return result
+
+    def _met(
+        self, leaves: Sequence[mx.array], is_first: bool, earliest: int = 0
+    ) -> tuple[tuple[int | None, ...], frozenset[int]]:
+        """The values among arrays that were made outside of layers, and which of them are new.
+
+        New ones are of the latest site of what they need, and of none before the earliest.
+        """
+        known = len(self.values)
+        self._alive += leaves
+        originals = [handle(leaf) for leaf in leaves]
+        given = tuple(self._given(leaf, is_first, earliest) for leaf in leaves)
+        self._note_mentions(dict(zip(given, originals, strict=True)), known)
+        self._alive += originals
+        return given, frozenset(range(known, len(self.values)))
 
     def finish(self, logits: Any) -> Trace:
         if not isinstance(logits, mx.array):
@@ -171,7 +199,7 @@ class _Recorder:
             if isinstance(sources, int) or sources[0]:
                 raise ModelError(_remembers(self._model, name))
 
-    def _given(self, leaf: mx.array, is_first: bool) -> int | None:
+    def _given(self, leaf: mx.array, is_first: bool, earliest: int) -> int | None:
         if id(leaf) in self._number:
             return self._number[id(leaf)]
         if not is_first or id(leaf) in self._from_tokens or id(leaf) in self._held:
@@ -183,7 +211,7 @@ class _Recorder:
         if not needs and not reads:
             self._from_tokens.add(id(leaf))
             return None
-        site = max((self.values[v].site for v in needs), default=0)
+        site = max([earliest, *(self.values[v].site for v in needs)])
         fresh = self._add(leaf, Value(ArraySpec.of(leaf), site, needs, reads, found))
         self._leaves[f"{_VALUE}{len(self.values) - 1}"] = overwritten(leaf, fresh)
         return len(self.values) - 1

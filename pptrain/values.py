@@ -48,17 +48,22 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a layer (or of a part of one, where the model calls the parts itself)."""
+    """One call of a unit: a layer, a part of one where the model calls the parts itself, or a module between layers."""
 
-    layer: int
+    layer: int | None
+    """None for a module between layers."""
     position: int
-    """Its layer's place in the forward, which is the layer's number where each is called once, in order."""
+    """Its layer's place in the forward, which is the layer's number where each is called once, in order. Of a module
+    between layers that of the layer before it.
+    """
     given: tuple[int | None, ...]
-    """The value that each array among the arguments is; None for one that depends on the tokens alone."""
+    """The value that each array among the arguments is, and of a module between layers among what it hands on; None for
+    one that depends on the tokens alone.
+    """
     introduced: frozenset[int]
     """Values that were made outside of layers and are seen here first."""
     outcome: Outcome
-    """What came of it: `Made` and `Given` instead of arrays."""
+    """What came of it: `Made` and `Given` instead of arrays. Nothing of a module between layers, which always runs."""
 
 
 @dataclass(frozen=True)
@@ -141,23 +146,33 @@ class Trace:
         """Values and parameters whose gradient a cut before a site adds up in another order than one device.
 
         They are read on both sides of the cut, and one device adds a term from behind it after one from before it,
-        while what comes from behind the cut is one sum. Two terms may change places. Or what is made of them between
-        layers is used on both sides, and so is made twice, with two gradients where one device has their sum.
+        while what comes from behind the cut is one sum. Two terms may change places. Or what operations make of them
+        between layers is used on both sides, and so is made twice, with two gradients where one device has their sum.
         """
         sides = {read: [reader >= site for reader in readers] for read, readers in self.readers.items()}
         found = [read for read, later in sides.items() if len(later) > 2 and later != sorted(later, reverse=True)]
-        made_twice = {read for read, sites in self._made_between if min(sites) < site <= max(sites)}
+        made_twice = {read for read, sites in self.made_between if min(sites) < site <= max(sites)}
         return list(dict.fromkeys([*found, *sorted(made_twice, key=str)]))
 
     @cached_property
-    def _made_between(self) -> list[tuple[int | str, set[int]]]:
+    def made_between(self) -> list[tuple[int | str, set[int]]]:
         """What operations between layers read whose result no layer is given, but several sites use: with these."""
         sites = dict[tuple[int | str, str], set[int]]()
-        for value in (self.tail, *(self.values[v] for v in self.live)):
+        for value in self._mentioned:
             for read, operation in value.mentions:
                 if operation:
                     sites.setdefault((read, operation), set()).add(value.site)
         return [(read, used) for (read, _), used in sites.items() if len(used) > 1]
+
+    @property
+    def _mentioned(self) -> list[Value]:
+        """The logits, and the values whose graphs theirs is made of."""
+        found, waiting = dict[int, Value](), [self.tail]
+        while waiting:
+            reads = [read for read, _ in waiting.pop().mentions if isinstance(read, int) and read not in found]
+            found |= {read: self.values[read] for read in reads}
+            waiting += [self.values[read] for read in dict.fromkeys(reads)]
+        return [self.tail, *found.values()]
 
     def specs(self, site: int) -> Specs:
         """Shapes and dtypes of what crosses the cut before a site."""

@@ -323,7 +323,7 @@ class InTurn(Tiny):
 
 
 class Between(Tiny):
-    """What the model itself makes of the embedding is used behind each of its layers, and no layer is given it."""
+    """What operations make of the embedding is used behind each of its layers, and no layer is given it."""
 
     def __call__(self, tokens: mx.array) -> mx.array:
         hidden = self.embed(tokens)
@@ -332,6 +332,119 @@ class Between(Tiny):
             hidden = layer(hidden) * gate
         return self.head(self.norm(hidden))
 
+
+class EncoderDecoder(Tiny):
+    """What is made of the encoder's output between the two lists is added to each decoder layer's input."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.between, self.start = nn.RMSNorm(8), nn.Embedding(23, 8)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden, num_encoders = self.embed(tokens), len(self.layers) // 2
+        for layer in self.layers[:num_encoders]:
+            hidden = layer(hidden)
+        encoded, hidden = self.between(hidden), self.start(tokens)
+        for layer in self.layers[num_encoders:]:
+            hidden = layer(hidden + encoded)
+        return self.head(self.norm(hidden))
+
+
+class MixedIn(Tiny):
+    """The normalised embedding is mixed into what each layer reads."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.embed_norm = nn.RMSNorm(8)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        first = hidden = self.embed_norm(self.embed(tokens))
+        for layer in self.layers:
+            hidden = layer(hidden + 0.1 * first)
+        return self.head(self.norm(hidden))
+
+
+class Projected(Tiny):
+    """A projection of what the first layer makes is added to what three later ones read."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.project = nn.Linear(8, 8)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = self.layers[0](self.embed(tokens))
+        side = self.project(hidden)
+        for layer in self.layers[1:]:
+            hidden = layer(hidden + mx.sin(side))
+        return self.head(self.norm(hidden))
+
+
+class Mixer(nn.Module):
+    """Returns a tuple, with what depends on no parameter; fills the dict that it is given; has parts of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def __call__(self, hidden: mx.array, store: dict[str, Any]) -> tuple[mx.array, mx.array, mx.array]:
+        wide = mx.sin(self.up(hidden))
+        store["made"] = [self.down(wide)]
+        return wide, mx.arange(hidden.shape[1])[:, None] % 2, wide.sum(axis=-1, keepdims=True)
+
+
+class Mixed(Tiny):
+    """A module between layers is called twice, and several arrays of each call are used behind later layers."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.mixer = Mixer()
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden, store = self.embed(tokens), dict[str, Any]()
+        wide, place, total = self.mixer(hidden, store)
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden + wide[..., :8] * place) + store["made"][0]
+            if i == 1:
+                wide, place, _ = self.mixer(hidden * total, store)
+        return self.head(self.norm(hidden) + total)
+
+
+class Stack(nn.Module):
+    """Holds layers, and a norm that is called between them and within them."""
+
+    def __init__(self, layers: list[nn.Module], norm: nn.Module):
+        super().__init__()
+        self.layers, self.norm = layers, norm
+
+    def __call__(self, hidden: mx.array, more: mx.array) -> mx.array:
+        made = self.norm(more)
+        for layer in self.layers:
+            hidden = layer(hidden * made)
+        return hidden
+
+
+class Nested(Tiny):
+    """Layers within modules, which are given what a table makes that the head reads too; a norm of layers and model."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options, tied=True)
+        layers = [TwiceLayer(8, self.norm) for _ in range(num_layers)]
+        self.stacks = [Stack(layers[:2], self.norm), Stack(layers[2:], nn.RMSNorm(8))]
+        del self.layers
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return [layer for stack in self.stacks for layer in stack.layers]
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = embedded = self.embed(tokens)
+        for stack in self.stacks:
+            hidden = stack(hidden, embedded)
+        return self.embed.as_linear(self.norm(hidden))
+
+
+MENDED = [EncoderDecoder, MixedIn, Projected, Mixed, Nested]
+"""What modules make between layers is used on both sides of a cut, and no layer is given it."""
 
 CUTTABLE = [
     TwoStreams,
@@ -344,6 +457,7 @@ CUTTABLE = [
     Scratch,
     UsedTwice,
     FromEmbedding,
+    *MENDED,
 ]
 
 

@@ -2,6 +2,7 @@ import itertools
 import os
 
 import mlx.core as mx
+import mlx.nn as nn
 import odd_models
 import pytest
 from odd_models import built
@@ -128,7 +129,13 @@ def differing(model, result, one):
     return {name for name in theirs if not same_bits(ours[name], theirs[name])}
 
 
-SHARED = {"SharedBlock": ("shared.",), "UsedTwice": ("shared.",), "Looped": ("layers.", "norm.")}
+SHARED = {
+    "SharedBlock": ("shared.",),
+    "UsedTwice": ("shared.",),
+    "Looped": ("layers.", "norm."),
+    "Mixed": ("mixer.",),
+    "Nested": ("embed.", "norm.", "stacks.0.norm."),
+}
 """Parameters that two stages may share: their sums are in another order."""
 
 
@@ -177,12 +184,69 @@ def test_a_trace_shows_in_which_order_one_device_adds_and_which_cuts_change_it()
     assert trace(built(odd_models.FromEmbedding), TOKENS).out_of_order(1) == [0]
 
 
-def test_what_is_made_between_layers_and_used_on_both_sides_of_a_cut_is_made_twice():
+@pytest.mark.parametrize("kind", odd_models.MENDED, ids=lambda kind: kind.__name__)
+def test_what_a_module_makes_between_layers_crosses_cuts(kind):
+    found = trace(built(kind), TOKENS)
+    assert found.made_between == []
+    assert [found.out_of_order(site) for site in range(2, 5)] == [[]] * 3
+    assert {call.layer for call in found.calls} == {None, 0, 1, 2, 3}
+
+
+def test_what_a_module_makes_between_layers_belongs_to_the_site_that_calls_it():
+    found = trace(built(odd_models.EncoderDecoder), TOKENS)
+    assert [{name for name in names if not name.startswith("layers.")} for names in found.uses] == [
+        {"embed.weight"},
+        set(),
+        {"between.weight", "start.weight"},
+        set(),
+        {"norm.weight", "head.weight"},
+    ]
+    # The decoder's hidden state and the encoder's output, normalised; of the last decoder layer there is one alone.
+    assert [len(specs) for specs in found.boundaries] == [1, 1, 2, 1]
+
+
+def test_modules_between_layers_are_looked_at_only_where_a_cut_needs_it():
+    for model in (tiny(2), llama(2), built(odd_models.SharedBlock), built(odd_models.FromEmbedding)):
+        assert all(call.layer is not None for call in trace(model, TOKENS).calls)
+
+
+def test_a_module_that_calls_layers_which_it_does_not_hold_hides_none():
+    class Caller(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            object.__setattr__(self, "held", lambda: layers)
+
+        def __call__(self, hidden):
+            for layer in self.held():
+                hidden = layer(hidden)
+            return hidden
+
+    class Called(odd_models.MixedIn):
+        def __init__(self, num_layers=4, **options):
+            super().__init__(num_layers, **options)
+            self.caller = Caller(self.layers[:2])
+
+        def __call__(self, tokens):
+            first = self.embed_norm(self.embed(tokens))
+            hidden = self.caller(0.5 * first)
+            for layer in self.layers[2:]:
+                hidden = layer(hidden + 0.1 * first)
+            return self.head(self.norm(hidden))
+
+    model = built(Called)
+    found = trace(model, TOKENS)
+    assert (found.num_positions, count_layers(model)) == (4, 4)
+    assert found.made_between != []
+    assert found.out_of_order(3) == ["embed.weight", "embed_norm.weight"]
+
+
+def test_what_operations_make_between_layers_and_both_sides_of_a_cut_use_is_made_twice():
     found = trace(built(odd_models.Between), TOKENS)
-    assert [found.out_of_order(site) for site in range(1, 5)] == [["embed.weight"]] * 4
+    (embedded,) = set(found.crossing(2)) & set(found.crossing(4))
+    assert [found.out_of_order(site) for site in range(1, 5)] == [[], [embedded], [embedded], [embedded]]
     model = built(odd_models.Between)
     pipeline = Pipeline(model, layers=(2, 2), recompute="layer")
-    assert (pipeline.reordered, pipeline.shared_names) == ([2], {"embed.weight"})
+    assert (pipeline.reordered, pipeline.shared_names) == ([2], set())
     one = reference.value_and_grad(model, *batch(5), 3)
     assert differing(model, pipeline.value_and_grad(*batch(5), 3), one) <= {"embed.weight"}
 

@@ -54,7 +54,9 @@ def test_a_model_with_this_kind_of_boundary_is_ok(name):
 
 
 @pytest.mark.parametrize(
-    "kind", [odd_models.TwoStreams, odd_models.ReadsTwoBefore, odd_models.SharedBlock], ids=lambda kind: kind.__name__
+    "kind",
+    [odd_models.TwoStreams, odd_models.ReadsTwoBefore, odd_models.SharedBlock, *odd_models.MENDED],
+    ids=lambda kind: kind.__name__,
 )
 def test_a_model_that_mlx_lm_does_not_have_is_ok(kind):
     assert validate(Target(kind.__name__, lambda: built(kind)), Plan(max_whole=0)).word == "ok"
@@ -115,6 +117,13 @@ def test_what_mlx_lm_s_own_step_cannot_be_compiled_of_fails_on_one_device_unless
 def test_a_cut_that_adds_gradients_in_another_order_than_one_device_is_close_and_says_so():
     verdict = validate(Target("InTurn", lambda: built(odd_models.InTurn)), Plan(variants=("full",), layers=(2, 2)))
     assert verdict.word == "close"
+    assert "one device adds gradients in turn from before and behind the cut at layer 2" in verdict.reason
+
+
+def test_what_operations_make_between_layers_and_hide_is_close_and_says_so():
+    verdict = validate(Target("Between", lambda: built(odd_models.Between)), Plan(variants=("full",), layers=(2, 2)))
+    assert verdict.word == "close"
+    assert "the first is embed.weight" in verdict.reason
     assert "one device adds gradients in turn from before and behind the cut at layer 2" in verdict.reason
 
 
