@@ -15,7 +15,7 @@ from pptrain.microbatch import Microbatch
 
 
 def build(model: nn.Module, microbatch: Microbatch) -> None:
-    """Build the loss and the gradients as `mlx_lm.lora` does, to see whether it can; they are not computed.
+    """Compute loss and gradients, and build them as the step of `mlx_lm.lora` does, to see whether it can.
 
     Args:
         model: Must not be used any more: its forward may have kept arrays that are none.
@@ -25,8 +25,8 @@ def build(model: nn.Module, microbatch: Microbatch) -> None:
         Exception: What MLX or the model's own code raises.
     """
     batch = (microbatch.tokens, microbatch.lengths)
-    reference.evaluate(default_loss(model, *batch))  # what the first forward makes and keeps is there when it compiles
     of_model = nn.value_and_grad(model, default_loss)
+    reference.evaluate(of_model(model, *batch))  # what the first forward makes and keeps is there when it compiles
     # Where this environment wants nothing compiled, mlx-lm's step is not, either.
     with nullcontext() if "MLX_DISABLE_COMPILE" in os.environ else compiling():
         try:

@@ -134,24 +134,29 @@ def _judge(target: Target, plan: Plan, verdict: Verdict) -> None:
 
 
 def _on_one_device(target: Target, variant: Variant, verdict: Verdict) -> tuple[nn.Module, list[Microbatch], Result]:
-    """A model, its microbatches, and what one device makes of them, where mlx-lm's own step can be built, too.
+    """A model, its microbatches, and what one device makes of them.
 
     Where mlx-lm's LoRA takes a weight away that the model reads by itself, LoRA goes where it does not.
     """
     keys = set[str]()
     try:
-        model = _prepared(target, variant, verdict)
-        microbatches = _batch(model)
+        microbatches = _trainable(target, variant, verdict)
     except AttributeError as error:
         if variant == "full":
             raise
         keys = _keys_that_run(target)
-        model = _prepared(target, variant, verdict, keys)
-        microbatches = _batch(model)
+        microbatches = _trainable(target, variant, verdict, keys)
         verdict.notes.append(f"{variant} of {', '.join(sorted(keys))} only; with all: {_short(error)}")
-    one = _one_device(model, microbatches)
-    mlx_lm_step.build(_prepared(target, variant, verdict, keys), microbatches[0])
-    return model, microbatches, one
+    model = _prepared(target, variant, verdict, keys)
+    return model, microbatches, _one_device(model, microbatches)
+
+
+def _trainable(target: Target, variant: Variant, verdict: Verdict, keys: Iterable[str] = ()) -> list[Microbatch]:
+    """Microbatches on which mlx-lm can train; seen by a model of its own, which cannot be used any more."""
+    model = _prepared(target, variant, verdict, keys)
+    microbatches = _batch(model)
+    mlx_lm_step.build(model, microbatches[0])
+    return microbatches
 
 
 def _compare_all(
