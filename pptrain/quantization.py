@@ -14,6 +14,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.convert import mixed_quant_predicate_builder
 from mlx_lm.utils import _compressed_tensors_quantization  # pyright: ignore[reportPrivateUsage]
 
+from pptrain.errors import ConfigError
+
 Parameters = dict[str, Any]
 """What `to_quantized` takes: `group_size`, `bits` and `mode`."""
 
@@ -27,6 +29,8 @@ MODES: Mapping[str, Parameters] = {
 
 _GROUP_SIZES: Mapping[str, tuple[int, ...]] = {"affine": (64, 128, 32), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
 """What MLX has for each mode, its default first."""
+
+_BITS: Mapping[str, tuple[int, ...]] = {"affine": (1, 2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     """What a config says, or what mlx-lm translates of other programs' `quantization_config`; None for weights as such.
 
     Raises:
+        ConfigError: If MLX has no such bits, groups or mode, or the config does not say them.
         ValueError: If mlx-lm reads no such weights, or only to run them.
     """
     own = config.get("quantization")
@@ -54,13 +59,34 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     if own is None and other and "quant_method" not in other:
         own = other
     if own is not None:
+        _refuse_unknown("quantization", own, ("group_size", "bits"))
         modules = {path: value for path, value in own.items() if isinstance(value, bool | dict)}
+        for path, value in modules.items():
+            if not isinstance(value, bool):
+                _refuse_unknown(f"quantization of {path}", value, ())
         whole = {"group_size": own["group_size"], "bits": own["bits"], "mode": own.get("mode", "affine")}
         return Quantization(whole, modules)
     parameters = _translated(other) if other else None
     if not other or parameters is None:
         return None
     return Quantization(parameters, skipped=_skipped(other), has_embeddings=False)
+
+
+def _refuse_unknown(where: str, said: Any, needed: Sequence[str]) -> None:
+    mode = said.get("mode", "affine") if isinstance(said, Mapping) else None
+    known = {"group_size": _GROUP_SIZES.get(mode, ()), "bits": _BITS.get(mode, ())} if isinstance(mode, str) else {}
+    if known and all(said[key] in known[key] if key in said else key not in needed for key in known):
+        return
+    whole = {k: v for k, v in said.items() if not isinstance(v, bool | dict)} if isinstance(said, Mapping) else said
+    kinds = (f"{kind}: groups of {_any_of(_GROUP_SIZES[kind])}, bits {_any_of(_BITS[kind])}" for kind in MODES)
+    raise ConfigError(
+        f"[quantization] The config's {where} is {whole!r}. Expected a group_size, bits and, if not affine, a mode "
+        f"that MLX has ({'; '.join(kinds)}). Take the config from the model as it was converted."
+    )
+
+
+def _any_of(numbers: Sequence[int]) -> str:
+    return "|".join(map(str, sorted(numbers)))
 
 
 def _translated(other: Mapping[str, Any]) -> Parameters | None:

@@ -157,6 +157,8 @@ def _from_config(
             Target(name, lambda: model, config).quantize(model)
         return model
 
+    with suppress(ValueError):  # of weights that mlx-lm does not read; the variant that quantizes will say so
+        quantization_of(config)
     if full_size:
         return Target(name, lambda: build(deepcopy(config)), config, is_full_size=True)
     known = _count_layers_of(config)

@@ -12,6 +12,7 @@ from mlx_lm.utils import quantize_model
 from tiny import assert_bit_equal, batch, put_lora_on, same_bits
 
 from pptrain import Pipeline, reference
+from pptrain.errors import ConfigError
 from pptrain.microbatch import cross_entropy
 from pptrain.quantization import Quantization, as_converted, fitted, quantization_of, quantize
 from pptrain.segment import Cut
@@ -84,6 +85,34 @@ def test_weights_that_are_loaded_as_they_are_have_no_quantization(config):
 def test_what_mlx_lm_does_not_train_on_is_an_error_with_its_name(other):
     with pytest.raises(ValueError, match=f"quantization_config is of {other['quant_method']}.*expected awq or gptq"):
         quantization_of({"quantization_config": other})
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [1, 2],
+        "4bit",
+        {},
+        {"bits": 4},
+        {"group_size": 64},
+        {"group_size": 64, "bits": 7},
+        {"group_size": 48, "bits": 4},
+        {"group_size": 64, "bits": "4"},
+        {"group_size": 64, "bits": 4, "mode": "mxfp4"},
+        {"group_size": 64, "bits": 4, "mode": "other"},
+        {"group_size": 64, "bits": 4, "mode": ["affine"]},
+    ],
+)
+def test_what_mlx_does_not_have_is_a_mistake_of_the_config(said):
+    message = r"^\[quantization\] The config's quantization is .*affine: groups of 32\|64\|128, bits 1\|2"
+    with pytest.raises(ConfigError, match=message):
+        quantization_of({"quantization": said})
+
+
+def test_what_mlx_does_not_have_for_one_module_is_told_with_its_path():
+    with pytest.raises(ConfigError, match=r"quantization of a\.b is {'bits': 9}"):
+        quantization_of({"quantization": {**WIDE, "a.b": {"bits": 9}}})
+    assert quantization_of({"quantization": {**WIDE, "a.b": {"bits": 8}}}).modules == {"a.b": {"bits": 8}}
 
 
 def test_a_configs_own_modules_have_their_bits_or_none():

@@ -317,6 +317,12 @@ def test_a_quantized_config_is_tried_as_it_says_and_where_it_cannot_be_that_is_s
     )
 
 
+def test_a_quantization_that_mlx_does_not_have_is_a_mistake_and_no_verdict(tmp_path):
+    config = written(tmp_path, {**LLAMA, "quantization": {**WIDE, "bits": 7}})
+    with pytest.raises(ConfigError, match="'bits': 7"):
+        find_target(str(config))
+
+
 def test_a_quantized_config_of_a_class_is_tried_as_it_says(own, tmp_path):
     config = written(tmp_path, {**LLAMA, "quantization": {**WIDE, "bits": 3}})
     assert bits_of(find_target(f"{own}_args:Model", config=config)) == [3] * 4
