@@ -347,13 +347,14 @@ class Pipeline:
         return self._cut
 
     def _prepare(self) -> None:
-        """Look at the model, and make its stages anew if what trains, where it lives, or a dtype has changed."""
+        """Look at the model; make its stages anew if what trains or draws, where it lives, or a dtype has changed."""
         compile = self._compile if self._compile is not None else mx.default_device() == mx.gpu
         # Masks are drawn from seeds that a compiled function would freeze.
-        compile = compile and not has_dropout(self.model)
+        draws = has_dropout(self.model)
+        compile = compile and not draws
         slots = find_slots(self.model).items()
         places = tuple((name, id(slot.container), slot.array.dtype) for name, slot in slots)
-        key = (trainable_names(self.model), places, compile)
+        key = (trainable_names(self.model), places, compile, draws)
         if self._cut is None or self._cut_key != key:
             with kept_random_state():  # A forward with dropout draws, even one that is never evaluated.
                 self._cut = cut = Cut.of(self.model, mx.zeros(SAMPLE, mx.int32), self._loss, compile)

@@ -6,8 +6,8 @@ value is computed from, other values and parameters, follows from that graph, ho
 a tuple, through a dict that layers fill, or by a variable of the model's own forward. Arrays that depend on no
 parameter (masks, positions) are no values: whoever needs them computes them from the tokens.
 
-Where what the model makes between its layers would be made again on both sides of a cut, the forward runs once more,
-and what is made by modules between layers becomes values, too.
+Where what the model makes between its layers would be made again on both sides of a cut, or a dropout draws masks, the
+forward runs once more, and what is made by modules between layers becomes values, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,17 @@ from mlx.utils import tree_flatten
 
 from pptrain.errors import ModelError
 from pptrain.lazy import handle, mentions, overwritten, picture_of
-from pptrain.model import ArraySpec, Unit, find_layers, find_slots, intercepted, replaced, units_of, with_those_between
+from pptrain.model import (
+    ArraySpec,
+    Unit,
+    find_layers,
+    find_slots,
+    has_dropout,
+    intercepted,
+    replaced,
+    units_of,
+    with_those_between,
+)
 from pptrain.structure import Outcome, arrays_in, containers_in, effects, snapshot
 from pptrain.values import Call, Given, Made, Mentions, Trace, Value
 
@@ -43,7 +53,8 @@ def trace(model: nn.Module, tokens: mx.array) -> Trace:
     slots = list(find_slots(model).values())
     with replaced(slots, [slot.array for slot in slots]):  # a forward may put another array in a parameter's place
         found = _trace_twice(model, tokens, units_of(model))
-        if not found.made_between:
+        # What a dropout makes is made where it is called: the masks that it draws are those after the layer before.
+        if not found.made_between and not has_dropout(model):
             return found
         closer = _trace_twice(model, tokens, [with_those_between(model, found.units)])
         # Not where a module calls layers that it does not hold, which would not be seen within its call.

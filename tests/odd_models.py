@@ -443,6 +443,22 @@ class Nested(Tiny):
         return self.embed.as_linear(self.norm(hidden))
 
 
+class DropsLate(Tiny):
+    """What a dropout behind the second layer lets through of the embedding is given to each layer after it."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers, self.drop = [ReaderLayer(8, dropout=0.2) for _ in range(num_layers)], nn.Dropout(0.4)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = embedded = self.embed(tokens)
+        dropped = None
+        for i, layer in enumerate(self.layers):
+            dropped = self.drop(embedded) if i == 2 else dropped
+            hidden = layer(hidden, dropped)
+        return self.head(self.norm(hidden))
+
+
 MENDED = [EncoderDecoder, MixedIn, Projected, Mixed, Nested]
 """What modules make between layers is used on both sides of a cut, and no layer is given it."""
 
@@ -457,6 +473,7 @@ CUTTABLE = [
     Scratch,
     UsedTwice,
     FromEmbedding,
+    DropsLate,
     *MENDED,
 ]
 

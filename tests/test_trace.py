@@ -12,6 +12,7 @@ from pptrain import Pipeline, reference
 from pptrain.errors import ModelError
 from pptrain.job import warn_of_order
 from pptrain.lazy import mentions
+from pptrain.microbatch import cut
 from pptrain.model import ArraySpec
 from pptrain.trace import count_layers, trace
 
@@ -174,6 +175,16 @@ def test_in_one_stage_every_gradient_is_one_devices_whatever_is_recomputed(kind,
     for schedule in ("1f1b", "zb-h1"):
         result = Pipeline(model, 1, schedule=schedule, recompute=recompute).value_and_grad(*batch(5), 3)
         assert differing(model, result, one) == set()
+
+
+def test_a_dropout_between_layers_draws_where_it_is_called_also_after_an_evaluation():
+    model = built(odd_models.DropsLate)
+    one = reference.value_and_grad(model, *batch(5), 3)
+    pipeline = Pipeline(model, layers=(1, 2, 1))
+    pipeline.loss_sum(cut(*batch(5), 3))
+    result = pipeline.value_and_grad(*batch(5), 3)
+    assert same_bits(result.loss, one.loss)
+    assert differing(model, result, one) == set()
 
 
 def test_a_trace_shows_in_which_order_one_device_adds_and_which_cuts_change_it():
