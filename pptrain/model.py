@@ -109,8 +109,18 @@ def trainable_names(model: nn.Module) -> tuple[str, ...]:
 
 def has_dropout(model: nn.Module) -> bool:
     """Whether a forward of this model draws random masks now."""
+    return any(map(_draws, model.modules()))
+
+
+def has_dropout_between(model: nn.Module) -> bool:
+    """Whether it does so outside of its layers."""
+    within = {id(module) for layer in find_layers(model) for module in layer.modules()}
+    return any(_draws(module) for module in model.modules() if id(module) not in within)
+
+
+def _draws(module: nn.Module) -> bool:
     kinds = nn.Dropout | nn.Dropout2d | nn.Dropout3d
-    return any(isinstance(m, kinds) and m.training and getattr(m, "_p_1", 1) != 1 for m in model.modules())
+    return isinstance(module, kinds) and module.training and getattr(module, "_p_1", 1) != 1
 
 
 @contextmanager
