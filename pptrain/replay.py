@@ -86,10 +86,10 @@ class Replay:
         for leaf, value in zip(leaves, recorded.given, strict=True):
             if value not in recorded.introduced:
                 continue
-            if value in self._known:
+            if self._trace.values[value].site in self._sites:
+                self._known.setdefault(value, handle(leaf))  # one that is handed on twice stays what it is
+            elif value in self._known:
                 self._known[value] = overwritten(leaf, self._known[value])
-            elif self._trace.values[value].site in self._sites:
-                self._known[value] = handle(leaf)
 
     def _keep(self, unit: Unit, recorded: Call, outcome: Outcome) -> None:
         """Own handles of what a call made: some models change the array in place afterwards."""

@@ -459,7 +459,34 @@ class DropsLate(Tiny):
         return self.head(self.norm(hidden))
 
 
-MENDED = [EncoderDecoder, MixedIn, Projected, Mixed, Nested]
+class Viewer(nn.Module):
+    """Returns what it makes twice, and a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def __call__(self, hidden: mx.array) -> tuple[mx.array, ...]:
+        made = self.linear(hidden)
+        return made, made, made[..., :4]
+
+
+class Viewed(Tiny):
+    """What a module between layers makes is used behind later layers, and a view of it."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.viewer = Viewer()
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = self.layers[0](self.embed(tokens))
+        made, _, half = self.viewer(hidden)
+        for layer in self.layers[1:]:
+            hidden = layer(hidden + made) + mx.concatenate([half, half], axis=-1)
+        return self.head(self.norm(hidden))
+
+
+MENDED = [EncoderDecoder, MixedIn, Projected, Mixed, Nested, Viewed]
 """What modules make between layers is used on both sides of a cut, and no layer is given it."""
 
 CUTTABLE = [
