@@ -14,6 +14,12 @@ def handle(array: mx.array) -> mx.array:
     return array.astype(array.dtype)
 
 
+def is_stopped(array: mx.array) -> bool:
+    """Whether an unevaluated array is what `mx.stop_gradient` returned: MLX's vjp takes no cotangent for it."""
+    operations = re.findall(r'\[label ="(\w+)"', picture_of(array))
+    return bool(operations) and operations[-1] == "StopGradient"
+
+
 def overwritten(array: mx.array, by: mx.array) -> mx.array:
     """Put an array in the place of another: every variable of the model that holds it sees the new one.
 

@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from pptrain.errors import ModelError
-from pptrain.lazy import handle, mentions, overwritten, picture_of
+from pptrain.lazy import handle, is_stopped, mentions, overwritten, picture_of
 from pptrain.model import (
     ArraySpec,
     Unit,
@@ -256,7 +256,7 @@ class _Recorder:
         self._number[id(leaf)] = self._number[id(fresh)] = len(self.values)
         self._leaves[f"{_VALUE}{len(self.values)}"] = handle(fresh)
         self._alive += [leaf, fresh]
-        self.values.append(value)
+        self.values.append(replace(value, is_stopped=is_stopped(leaf)))
         return fresh
 
     def _sources(self, array: mx.array) -> int | tuple[tuple[int, ...], frozenset[str], Mentions]:

@@ -30,6 +30,8 @@ class Value:
     """Values and parameters in its graph where MLX comes upon them, and once more, with the operation, where one reads
     them.
     """
+    is_stopped: bool = False
+    """Whether `mx.stop_gradient` made it, so that it has no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +186,10 @@ class Trace:
         return tuple(self.specs(position + 1) for position in range(self.num_positions))
 
     def with_gradient(self, trainable: Iterable[str]) -> frozenset[int]:
-        """The values that have a gradient: floating ones that depend on a parameter that trains."""
+        """The values that have a gradient: floating ones, not stopped, that depend on a parameter that trains."""
         trained, found = set(trainable), set[int]()
         for number, value in enumerate(self.values):
-            if mx.issubdtype(value.spec.dtype, mx.floating) and (
-                value.reads & trained or found.intersection(value.needs)
-            ):
+            is_open = mx.issubdtype(value.spec.dtype, mx.floating) and not value.is_stopped
+            if is_open and (value.reads & trained or found.intersection(value.needs)):
                 found.add(number)
         return frozenset(found)

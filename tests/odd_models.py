@@ -443,6 +443,27 @@ class Nested(Tiny):
         return self.embed.as_linear(self.norm(hidden))
 
 
+class StoppingLayer(Layer):
+    def __call__(self, hidden: mx.array, stopped: mx.array) -> tuple[mx.array, mx.array]:
+        made = super().__call__(mx.tanh(stopped) + hidden)
+        return mx.stop_gradient(made), made
+
+
+class Stopping(Tiny):
+    """Layers hand on what they make, with its gradient stopped and as it is."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers = [StoppingLayer(8) for _ in range(num_layers)]
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = self.embed(tokens)
+        stopped = first = mx.stop_gradient(hidden * 2)
+        for layer in self.layers:
+            stopped, hidden = layer(first + hidden, stopped)
+        return self.head(self.norm(stopped + hidden))
+
+
 class DropsLate(Tiny):
     """What a dropout behind the second layer lets through of the embedding is given to each layer after it."""
 
@@ -501,6 +522,7 @@ CUTTABLE = [
     UsedTwice,
     FromEmbedding,
     DropsLate,
+    Stopping,
     *MENDED,
 ]
 
