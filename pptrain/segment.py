@@ -39,6 +39,23 @@ def _cannot_be_compiled(model: nn.Module) -> str:
     )
 
 
+def _calls_others(model: nn.Module, found: int, shape: tuple[int, ...], expected: int) -> str:
+    return (
+        f"[model] {type(model).__module__} cannot be cut: with tokens of shape {shape} its forward calls layers "
+        f"{found} times, and with others {expected} times. Expected as many calls with tokens of any shape. Train this "
+        "model on one device with mlx_lm.lora."
+    )
+
+
+def _reads_more(model: nn.Module, site: int, name: str, shape: tuple[int, ...]) -> str:
+    where = f"layer {site - 1}, or what follows it," if site else "what comes before the layers"
+    return (
+        f"[model] {type(model).__module__} cannot be cut: with tokens of shape {shape} {where} reads {name}, which it "
+        "does not hold and does not read with others. Expected a forward in which tokens of any shape read the same "
+        "parameters, but for those that a layer holds itself. Freeze it, or let the layer hold it."
+    )
+
+
 def _make_room(cache: dict[Any, Any]) -> None:
     while len(cache) >= _MAX_SHAPES:
         cache.pop(next(iter(cache)))
@@ -117,8 +134,18 @@ class Cut:
         if shape not in self._looks:
             _make_room(self._looks)
             found = trace(self.model, mx.zeros(shape, mx.int32))
+            self._refuse_more(found, shape)
             self._looks[shape] = Look(found, found.with_gradient(self.trainable))
         return self._looks[shape]
+
+    def _refuse_more(self, found: Trace, shape: tuple[int, ...]) -> None:
+        """Who runs what, and holds what trains, was settled before: nothing else is run or gets a gradient."""
+        if found.num_positions != self.trace.num_positions:
+            raise ModelError(_calls_others(self.model, found.num_positions, shape, self.trace.num_positions))
+        trained = set(self.trainable)
+        for site, (reads, known) in enumerate(zip(found.reads, self.trace.uses, strict=True)):
+            if more := sorted((reads & trained) - known):
+                raise ModelError(_reads_more(self.model, site, more[0], shape))
 
     @cached_property
     def slots(self) -> dict[str, Slot]:

@@ -12,7 +12,7 @@ masks, the forward runs once more, and what is made by modules between layers be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from pptrain.structure import Outcome, arrays_in, containers_in, effects, snapsh
 from pptrain.values import Call, Given, Made, Mentions, Trace, Value
 
 SAMPLE = (1, 8)
-"""Shape of the tokens with which a model is looked at: any will do to see who reads which parameter."""
+"""Shape of the tokens with which a model is looked at first."""
 
 
 def trace(model: nn.Module, tokens: mx.array) -> Trace:
@@ -200,7 +200,14 @@ class _Recorder:
             if value in self._changed:
                 raise ModelError(_changes_input(self._model, self._changed[value]))
         self._refuse_remembered()
-        return found
+        return replace(found, unread=tuple(self._unread(frozenset[str]().union(*found.reads))))
+
+    def _unread(self, read: frozenset[str]) -> Iterator[tuple[int, str]]:
+        """What layers hold and did not read, at every site that calls them."""
+        layers_at = dict.fromkeys((call.position + 1, call.layer) for call in self.calls)
+        left = {name: self._owners.get(id(array), set[int]()) for name, array in self._leaves.items()}
+        for site, layer in layers_at:
+            yield from ((site, name) for name, owners in left.items() if layer in owners and name not in read)
 
     def _refuse_remembered(self) -> None:
         """A parameter may be put in place anew, but not computed from the data, as a batch norm's running mean is."""

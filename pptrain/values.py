@@ -83,6 +83,8 @@ class Trace:
     """The logits."""
     strangers: tuple[tuple[int, int, str], ...] = ()
     """(site, layer, parameter of that layer) where a layer reads what belongs to another."""
+    unread: tuple[tuple[int, str], ...] = ()
+    """(site, parameter) of each layer that holds what this forward does not read: with longer tokens it may."""
 
     @property
     def num_positions(self) -> int:
@@ -91,7 +93,15 @@ class Trace:
 
     @cached_property
     def uses(self) -> tuple[frozenset[str], ...]:
-        """Names of the parameters that each site reads."""
+        """Names of the parameters that each site reads, or may read with tokens of another shape."""
+        uses = [set(names) for names in self.reads]
+        for site, name in self.unread:
+            uses[site].add(name)
+        return tuple(map(frozenset, uses))
+
+    @cached_property
+    def reads(self) -> tuple[frozenset[str], ...]:
+        """Names of the parameters that each site reads with tokens of this shape."""
         made = [self.tail, *(self.values[v] for v in self.live)]
         sites = range(self.num_positions + 1)
         return tuple(frozenset[str]().union(*(v.reads for v in made if v.site == site)) for site in sites)

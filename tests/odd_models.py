@@ -566,4 +566,48 @@ class Averaging(Tiny):
         self.layers[1] = AveragingLayer(8)
 
 
+class LongLayer(Layer):
+    """Adds what a second module makes, where there are more tokens than a model is looked at with first."""
+
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.long = nn.Linear(width, width)
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        made = super().__call__(hidden)
+        return made + mx.sin(self.long(made)) if hidden.shape[1] > 8 else made
+
+
+class Longer(Tiny):
+    """Long sequences read parameters of layers that short ones do not, as an indexer's."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers = [LongLayer(8) for _ in range(num_layers)]
+
+
+class LongerHead(Tiny):
+    """Long sequences read a parameter that no layer holds, and short ones do not."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.long = nn.RMSNorm(8)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.long(hidden) if tokens.shape[1] > 8 else self.norm(hidden))
+
+
+class LongerStack(Tiny):
+    """Long sequences pass through the layers once more."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = self.embed(tokens)
+        for layer in self.layers * (2 if tokens.shape[1] > 8 else 1):
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))
+
+
 WRONG = [Choosing, Counting, Remembering, Borrowing, Overwriting, Averaging]

@@ -177,6 +177,37 @@ def test_in_one_stage_every_gradient_is_one_devices_whatever_is_recomputed(kind,
         assert differing(model, result, one) == set()
 
 
+def test_what_layers_read_of_their_own_with_longer_tokens_only_has_the_gradients_of_one_device():
+    model, long = built(odd_models.Longer), batch(5, 12)
+    assert "layers.2.long.weight" in trace(model, TOKENS).uses[3] - trace(model, TOKENS).reads[3]
+    one = reference.value_and_grad(model, *long, 3)
+    assert leaves(one.grads)["layers.2.long.weight"].any().item()
+    for layers, recompute in itertools.product([(4,), (2, 2), (1, 2, 1)], ["none", "layer"]):
+        pipeline = Pipeline(model, layers=layers, recompute=recompute)
+        pipeline.value_and_grad(*batch(5), 3)
+        assert differing(model, pipeline.value_and_grad(*long, 3), one) == set()
+        assert "layers.3.long.weight" in pipeline.updated_by(len(layers) - 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(odd_models.LongerHead, r"layer 3, or what follows it, reads long.weight"), (odd_models.LongerStack, "8 times")],
+)
+def test_longer_tokens_that_run_or_read_what_nobody_settled_are_refused(kind, said):
+    model = built(kind)
+    pipeline = Pipeline(model, 2)
+    pipeline.value_and_grad(*batch(5), 3)
+    with pytest.raises(ModelError, match=said):
+        pipeline.value_and_grad(*batch(5, 12), 3)
+
+
+def test_longer_tokens_may_read_what_does_not_train():
+    model = built(odd_models.LongerHead)
+    model.long.freeze()
+    one = reference.value_and_grad(model, *batch(5, 12), 3)
+    assert differing(model, Pipeline(model, 2).value_and_grad(*batch(5, 12), 3), one) == set()
+
+
 def test_a_dropout_between_layers_draws_where_it_is_called_also_after_an_evaluation():
     model = built(odd_models.DropsLate)
     one = reference.value_and_grad(model, *batch(5), 3)
