@@ -212,8 +212,9 @@ class Pipeline:
 
     @property
     def shared_names(self) -> frozenset[str]:
-        """Trained parameters that more than one rank reads: their gradients are added in another order."""
-        return frozenset(name for name, ranks in self._holders.items() if len(ranks) > 1)
+        """Trained parameters that several stages read, of one rank or not: their sums are in another order."""
+        reads = [set(self._known.used(self._sites(stage))) for stage in range(len(self.placement))]
+        return frozenset(name for name in self._known.trainable if sum(name in names for names in reads) > 1)
 
     @property
     def reordered(self) -> list[int]:

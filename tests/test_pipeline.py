@@ -137,6 +137,22 @@ def test_a_trainable_parameter_that_nothing_uses_has_zeros_as_one_device_gives()
     assert same_bits(spare, mx.zeros((2, 3)))
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule", "each"), [(1, "interleaved", 2), (2, "zb-v", None), (2, "1f1b", None)]
+)
+def test_a_parameter_that_stages_of_one_rank_share_is_named_as_one_that_ranks_share(num_ranks, schedule, each):
+    model = tiny(4, tied=True)
+    pipeline = Pipeline(model, num_ranks, schedule=schedule, stages_per_rank=each)
+    result, one = pipeline.value_and_grad(*batch(), M), reference.value_and_grad(model, *batch(), M)
+    mine, theirs = leaves(result.grads), leaves(one.grads)
+    assert [name for name in theirs if not same_bits(mine[name], theirs[name])] == ["embed.weight"]
+    assert pipeline.shared_names == {"embed.weight"}
+
+
+def test_one_stage_shares_nothing():
+    assert Pipeline(tiny(4, tied=True), 1).shared_names == set()
+
+
 @pytest.mark.parametrize("frozen", [["embed", 0], [1], [2], ["embed", 0, 1], [1, 2]])
 def test_frozen_stages_at_any_place_leave_the_gradients_of_the_others(frozen):
     model = tiny(3)
