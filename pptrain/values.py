@@ -196,10 +196,10 @@ class Trace:
         return tuple(self.specs(position + 1) for position in range(self.num_positions))
 
     def with_gradient(self, trainable: Iterable[str]) -> frozenset[int]:
-        """The values that have a gradient: floating ones, not stopped, that depend on a parameter that trains."""
+        """The values that have a gradient: real or complex ones, not stopped, of a parameter that trains."""
         trained, found = set(trainable), set[int]()
         for number, value in enumerate(self.values):
-            is_open = mx.issubdtype(value.spec.dtype, mx.floating) and not value.is_stopped
+            is_open = mx.issubdtype(value.spec.dtype, mx.inexact) and not value.is_stopped
             if is_open and (value.reads & trained or found.intersection(value.needs)):
                 found.add(number)
         return frozenset(found)

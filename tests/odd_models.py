@@ -464,6 +464,27 @@ class Stopping(Tiny):
         return self.head(self.norm(stopped + hidden))
 
 
+class PhaseLayer(Layer):
+    def __call__(self, hidden: mx.array, phase: mx.array) -> tuple[mx.array, mx.array]:
+        made = super().__call__(hidden)
+        phase = phase * mx.exp(1j * made)
+        return made + 0.1 * (mx.real(phase) + mx.imag(phase)), phase
+
+
+class Phases(Tiny):
+    """A complex state is handed on beside the hidden one."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers = [PhaseLayer(8) for _ in range(num_layers)]
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden, phase = self.embed(tokens), mx.ones((*tokens.shape, 8), mx.complex64)
+        for layer in self.layers:
+            hidden, phase = layer(hidden, phase)
+        return self.head(self.norm(hidden))
+
+
 class DropsLate(Tiny):
     """What a dropout behind the second layer lets through of the embedding is given to each layer after it."""
 
@@ -523,6 +544,7 @@ CUTTABLE = [
     FromEmbedding,
     DropsLate,
     Stopping,
+    Phases,
     *MENDED,
 ]
 
