@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, get_args
 
 import mlx.core as mx
@@ -56,6 +56,20 @@ class _Pass:
     grads: Grads
     num_asking: int
     """How many ranks ask for the run to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """Who runs and holds what of a model as it is now."""
+
+    key: object
+    """Equal as long as it stays so."""
+    cut: Cut
+    stages: dict[int, Stage]
+    """Local ones."""
+    holders: dict[str, list[int]]
+    """The ranks that read each parameter that trains, ascending; in tree order."""
+    programs: dict[object, tuple[Program, ...]] = field(default_factory=dict[object, tuple[Program, ...]])
 
 
 class Pipeline:
@@ -127,11 +141,7 @@ class Pipeline:
         """Steps taken; part of what dropout masks depend on."""
         self.asks_to_stop = False
         """Whether this process asks for the run to stop: the next step's result says on every rank that one does."""
-        self._cut: Cut | None = None
-        self._cut_key: object = None
-        self._stages = dict[int, Stage]()
-        self._holders = dict[str, list[int]]()
-        self._programs = dict[object, tuple[Program, ...]]()
+        self._settled = dict[bool, _Settled]()  # for training, or for evaluation
         self.spans = dict[int, list[Span]]()
         """What each local rank ran in its last step, and when by its own clock."""
         self.ran: tuple[Program, ...] = ()
@@ -187,7 +197,7 @@ class Pipeline:
         norm = global_norm(done.squares)
         losses = tuple(done.losses.tolist())
         try:
-            check_finite(losses, dict(zip(self._known.trainable, done.squares.tolist(), strict=True)))
+            check_finite(losses, dict(zip(self._known.cut.trainable, done.squares.tolist(), strict=True)))
         except NonFiniteError as error:
             error.num_asking = done.num_asking
             raise
@@ -208,27 +218,27 @@ class Pipeline:
     @property
     def slots(self) -> dict[str, Slot]:
         """Where the whole model's parameters live."""
-        return self._known.slots
+        return self._known.cut.slots
 
     @property
     def shared_names(self) -> frozenset[str]:
         """Trained parameters that several stages read, of one rank or not: their sums are in another order."""
-        reads = [set(self._known.used(self._sites(stage))) for stage in range(len(self.placement))]
-        return frozenset(name for name in self._known.trainable if sum(name in names for names in reads) > 1)
+        reads = [set(self._known.cut.used(self._sites(stage))) for stage in range(len(self.placement))]
+        return frozenset(name for name in self._known.cut.trainable if sum(name in names for names in reads) > 1)
 
     @property
     def reordered(self) -> list[int]:
         """Layers before which a cut makes gradients of what crosses it add up in another order than on one device."""
         starts = [layers.start for layers in self._ranges[1:]]
-        return [layer for layer in starts if not self._known.keeps_order(layer + 1)]
+        return [layer for layer in starts if not self._known.cut.keeps_order(layer + 1)]
 
     def stage(self, stage: int) -> Stage:
         """A local stage, after the first call that ran it."""
-        return self._stages[stage]
+        return self._known.stages[stage]
 
     def own_names(self, rank: int) -> list[str]:
         """Every parameter, frozen or not, that a rank's stages read; known after the first call or `load`."""
-        return self._known.used(self._sites_of(rank))
+        return self._known.cut.used(self._sites_of(rank))
 
     def dry_run(self) -> None:
         """Build every stage's graphs, evaluating nothing, as any rank can.
@@ -236,11 +246,11 @@ class Pipeline:
         Raises:
             ModelError: If MLX has no gradient for something that needs one, with its stage and layer.
         """
-        dry_run(self._known, self.layers)
+        dry_run(self._known.cut, self.layers)
 
     def load(self) -> None:
         """Read the local stages' own weights, and nothing else, from disk."""
-        self._prepare()
+        self._settle()
         materialize_each(self.slots[name].array for rank in self.world.local_ranks for name in self.own_names(rank))
 
     def run(self, task: Callable[[Transport], Task[T]]) -> list[T]:
@@ -267,11 +277,11 @@ class Pipeline:
 
     def trained_by(self, rank: int) -> list[str]:
         """Trainable parameters that a rank keeps the truth of: those that it reads and no lower rank does."""
-        return [name for name in self._known.trainable if self._holders[name][0] == rank]
+        return [name for name, ranks in self._known.holders.items() if ranks[0] == rank]
 
     def updated_by(self, rank: int) -> list[str]:
         """Trainable parameters that a rank updates: those that it reads, shared with other ranks or not."""
-        return [name for name in self._known.trainable if rank in self._holders[name]]
+        return [name for name, ranks in self._known.holders.items() if rank in ranks]
 
     # -- how it is done ------------------------------------------------------------------------------------------------
 
@@ -284,24 +294,26 @@ class Pipeline:
     def _run(
         self, microbatches: Sequence[Microbatch], schedule: Builder, keep: bool, step: int, num_tokens: int
     ) -> _Pass:
-        self._prepare()
+        settled = self._settle(is_trained=keep)
         count = mx.array(num_tokens, mx.float32)
         works = [Work(m, j, count, self._seed, step) for j, m in enumerate(microbatches)]
-        programs = self._lowered(schedule, len(works))
+        programs = self._lowered(settled, schedule, len(works))
         if keep:
             self.ran = programs
         with kept_random_state():
-            done = self.run(lambda transport: self._task(transport, programs[transport.rank], works, keep))
+            done = self.run(lambda transport: self._task(transport, settled, programs[transport.rank], works, keep))
         grads: Grads = {}
         for one in reversed(done):
             grads.update(one.grads)
         # In tree order, so that the tree looks like the model's.
-        order = [name for name in self._known.trainable if name in grads]
+        order = [name for name in settled.cut.trainable if name in grads]
         return replace(done[0], grads={name: grads[name] for name in order})
 
-    def _task(self, transport: Transport, program: Program, works: Sequence[Work], keep: bool) -> Task[_Pass]:
+    def _task(
+        self, transport: Transport, settled: _Settled, program: Program, works: Sequence[Work], keep: bool
+    ) -> Task[_Pass]:
         rank = transport.rank
-        stages = {stage: self._stages[stage] for stage in stages_of(self.placement, rank)}
+        stages = {stage: settled.stages[stage] for stage in stages_of(self.placement, rank)}
         for stage in stages.values():
             stage.begin_step()
         executor = Executor(program, stages, self.placement, transport, keep)
@@ -311,28 +323,32 @@ class Pipeline:
             add_stage(grads, stage.grads)
         if keep:
             self.spans[rank] = executor.spans
-            yield from self._complete(transport, grads)
+            yield from self._complete(transport, settled, grads)
         shares = {j: loss for stage in stages.values() for j, loss in stage.losses.items()}
-        return (yield from self._summary(transport, shares, grads, len(works), keep))
+        return (yield from self._summary(transport, settled.holders if keep else {}, shares, grads, len(works)))
 
-    def _complete(self, transport: Transport, grads: Grads) -> Task[None]:
+    def _complete(self, transport: Transport, settled: _Settled, grads: Grads) -> Task[None]:
         """Sum what ranks share, and give zeros to what nothing uses."""
-        for name, ranks in self._holders.items():
-            template = self.slots[name].array
+        for name, ranks in settled.holders.items():
+            template = settled.cut.slots[name].array
             if len(ranks) > 1:
                 yield from add_shared(transport, grads, ranks, name, template)
             elif ranks[0] == transport.rank and name not in grads:
                 grads[name] = mx.zeros(template.shape, mx.float32)
 
     def _summary(
-        self, transport: Transport, shares: Mapping[int, mx.array], grads: Grads, num_microbatches: int, keep: bool
+        self,
+        transport: Transport,
+        holders: Mapping[str, Sequence[int]],
+        shares: Mapping[int, mx.array],
+        grads: Grads,
+        num_microbatches: int,
     ) -> Task[_Pass]:
         """Losses and squared norms of all leaves, known to all: each is one rank's, and zeros elsewhere add nothing."""
-        names = self._known.trainable if keep else ()
         zero = mx.array(0.0)
         losses = [shares.get(j, zero) for j in range(num_microbatches)]
-        held = [name in grads and self._holders[name][0] == transport.rank for name in names]
-        squares = [square_sum(grads[name]) if mine else zero for name, mine in zip(names, held, strict=True)]
+        held = {name: name in grads and ranks[0] == transport.rank for name, ranks in holders.items()}
+        squares = [square_sum(grads[name]) if mine else zero for name, mine in held.items()]
         asks = mx.array(float(self.asks_to_stop))
         summed = transport.all_sum(mx.stack([*losses, *squares, asks]), "losses and norms")
         yield summed
@@ -340,31 +356,36 @@ class Pipeline:
         return _Pass(values[:num_microbatches], values[num_microbatches:-1], grads, int(values[-1]))
 
     @property
-    def _known(self) -> Cut:
-        """The model as it was last looked at."""
-        if self._cut is None:
-            self._prepare()
-        assert self._cut is not None
-        return self._cut
+    def _known(self) -> _Settled:
+        """The model as it was when it was last trained."""
+        return self._settled.get(True) or self._settle()
 
-    def _prepare(self) -> None:
-        """Look at the model; make its stages anew if what trains or draws, where it lives, or a dtype has changed."""
+    def _settle(self, is_trained: bool = True) -> _Settled:
+        """Look at the model; anew if what trains or draws, where it lives, a dtype or a mode has changed.
+
+        An evaluation changes nothing of what is settled for training: in its mode a forward may go another way.
+        """
         compile = self._compile if self._compile is not None else mx.default_device() == mx.gpu
         # Masks are drawn from seeds that a compiled function would freeze.
         draws = has_dropout(self.model)
         compile = compile and not draws
         slots = find_slots(self.model).items()
         places = tuple((name, id(slot.container), slot.array.dtype) for name, slot in slots)
-        key = (trainable_names(self.model), places, compile, draws)
-        if self._cut is None or self._cut_key != key:
-            with kept_random_state():  # A forward with dropout draws, even one that is never evaluated.
-                self._cut = cut = Cut.of(self.model, mx.zeros(SAMPLE, mx.int32), self._loss, compile)
-            self._refuse_strangers(cut)
-            self._cut_key = key
-            self._holders = {name: self._ranks_that_read(cut, name) for name in cut.trainable}
-            local = [stage for stage, rank in enumerate(self.placement) if rank in self.world.local_ranks]
-            self._stages = {stage: Stage(cut, stage, self._ranges[stage], self._recompute) for stage in local}
-            self._programs.clear()
+        modes = tuple(module.training for module in self.model.modules())
+        key = (trainable_names(self.model), places, modes, compile, draws)
+        there = [self._settled[of] for of in (is_trained, not is_trained) if of in self._settled]
+        found = next((settled for settled in there if settled.key == key), None)
+        self._settled[is_trained] = found or self._settled_now(key, compile)
+        return self._settled[is_trained]
+
+    def _settled_now(self, key: object, compile: bool) -> _Settled:
+        with kept_random_state():  # A forward with dropout draws, even one that is never evaluated.
+            cut = Cut.of(self.model, mx.zeros(SAMPLE, mx.int32), self._loss, compile)
+        self._refuse_strangers(cut)
+        holders = {name: self._ranks_that_read(cut, name) for name in cut.trainable}
+        local = [stage for stage, rank in enumerate(self.placement) if rank in self.world.local_ranks]
+        stages = {stage: Stage(cut, stage, self._ranges[stage], self._recompute) for stage in local}
+        return _Settled(key, cut, stages, holders)
 
     def _refuse_strangers(self, cut: Cut) -> None:
         """A layer's own weights live with the layer; who else reads them must be in the same stage."""
@@ -393,15 +414,15 @@ class Pipeline:
         ranks = [r for r in range(self.num_ranks) if any(name in uses[site] for site in self._sites_of(r))]
         return ranks or [0]
 
-    def _lowered(self, builder: Builder, num_microbatches: int) -> tuple[Program, ...]:
+    def _lowered(self, settled: _Settled, builder: Builder, num_microbatches: int) -> tuple[Program, ...]:
         key = (builder, num_microbatches)
-        if key not in self._programs:
+        if key not in settled.programs:
             schedule = builder(self.num_ranks, num_microbatches)
             stages = range(1, len(self.placement))
-            passing = {s for s in stages if self._known.first_trained_site < self._sites(s).start}
+            passing = {s for s in stages if settled.cut.first_trained_site < self._sites(s).start}
             lanes = self.world.transport(self.world.local_ranks[0]).lanes
-            self._programs[key] = lower(schedule, lanes, passing)
-        return self._programs[key]
+            settled.programs[key] = lower(schedule, lanes, passing)
+        return settled.programs[key]
 
 
 def _open(name: str | World, num_ranks: int) -> World:

@@ -113,7 +113,6 @@ def outlined(config: TrainConfig) -> Cut:
     with kept_random_state():
         model = outline(Path(config.model), config.trust_remote_code)
         prepare_training(model, config)
-        model.train()
         return Cut.of(model, mx.zeros((1, 8), mx.int32), cross_entropy)
 
 

@@ -77,7 +77,7 @@ def cannot_load(model: str, error: Exception) -> ModelError:
 
 
 def prepare_training(model: nn.Module, config: TrainConfig) -> None:
-    """Freeze the model and make trainable what the run trains: adapters, or whole layers.
+    """Freeze the model and make trainable what the run trains: adapters, or whole layers. It is in training mode then.
 
     Raises:
         ConfigError: If LoRA keys match nothing, or more layers are asked for than there are.
@@ -99,6 +99,7 @@ def prepare_training(model: nn.Module, config: TrainConfig) -> None:
         linear_to_lora_layers(
             model, config.num_layers, config.namespace().lora_parameters, use_dora=config.fine_tune_type == "dora"
         )
+    model.train()  # whoever looks at it sees the forward that trains
     if config.resume_adapter_file is not None:
         _load_adapter_file(model, Path(config.resume_adapter_file))
     if not trainable_names(model):

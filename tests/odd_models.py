@@ -588,6 +588,34 @@ class Averaging(Tiny):
         self.layers[1] = AveragingLayer(8)
 
 
+class GateLayer(Layer):
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.gate = nn.Linear(width, 1)
+
+    def __call__(self, hidden: mx.array) -> Any:
+        gate = self.gate(hidden)
+        made = super().__call__(hidden) * mx.sigmoid(gate)
+        return (made, gate) if self.training else made
+
+
+class TwoModes(Tiny):
+    """Layers hand on more in training, and what is between layers reads a parameter then."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.scale = mx.ones((8,))
+        self.layers = [GateLayer(8) for _ in range(num_layers)]
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden, gates = self.embed(tokens), mx.array(0.0)
+        for layer in self.layers:
+            made = layer(hidden)
+            hidden = made[0] if self.training else made
+            gates = gates + made[1] if self.training else gates
+        return self.head(self.norm(hidden * self.scale + 0.1 * gates if self.training else hidden))
+
+
 class LongLayer(Layer):
     """Adds what a second module makes, where there are more tokens than a model is looked at with first."""
 

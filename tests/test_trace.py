@@ -208,6 +208,18 @@ def test_longer_tokens_may_read_what_does_not_train():
     assert differing(model, Pipeline(model, 2).value_and_grad(*batch(5, 12), 3), one) == set()
 
 
+@pytest.mark.parametrize("is_evaluated_first", [True, False])
+def test_a_forward_that_goes_another_way_in_evaluation_is_looked_at_in_both_modes(is_evaluated_first):
+    model, pipeline = built(odd_models.TwoModes), Pipeline(built(odd_models.TwoModes), 3)
+    if is_evaluated_first:
+        pipeline.loss_sum(cut(*batch(5), 3))
+    result = pipeline.value_and_grad(*batch(5), 3)
+    assert differing(model, result, reference.value_and_grad(model, *batch(5), 3)) == set()
+    assert pipeline.loss_sum(cut(*batch(5), 3)) == reference.loss_sum(model, cut(*batch(5), 3)).item()
+    # What an evaluation does not read stays with the rank that trains it.
+    assert [rank for rank in range(3) if "scale" in pipeline.updated_by(rank)] == [2]
+
+
 def test_a_dropout_between_layers_draws_where_it_is_called_also_after_an_evaluation():
     model = built(odd_models.DropsLate)
     one = reference.value_and_grad(model, *batch(5), 3)

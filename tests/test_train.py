@@ -47,6 +47,11 @@ def cached_bytes(prepared):
     return measure
 
 
+def test_a_model_is_in_training_mode_before_anybody_looks_at_it(prepared):
+    """`mlx_lm.load` gives it in evaluation mode, in which some forwards keep what they make of the weights."""
+    assert all(module.training for module in prepared("4GB").model.modules())
+
+
 def test_the_cache_is_cleared_above_the_threshold_after_updates_and_evaluations(cached_bytes):
     assert max(cached_bytes("0")) < 10_000
     assert min(cached_bytes("4GB")) > 100_000
