@@ -373,14 +373,14 @@ class Pipeline:
         places = tuple((name, id(slot.container), slot.array.dtype) for name, slot in slots)
         modes = tuple(module.training for module in self.model.modules())
         key = (trainable_names(self.model), places, modes, compile, draws)
-        there = [self._settled[of] for of in (is_trained, not is_trained) if of in self._settled]
+        there = [self._settled[of] for of in (is_trained, True) if of in self._settled]
         found = next((settled for settled in there if settled.key == key), None)
-        self._settled[is_trained] = found or self._settled_now(key, compile)
+        self._settled[is_trained] = found or self._settled_now(key, compile, is_trained)
         return self._settled[is_trained]
 
-    def _settled_now(self, key: object, compile: bool) -> _Settled:
+    def _settled_now(self, key: object, compile: bool, is_trained: bool) -> _Settled:
         with kept_random_state():  # A forward with dropout draws, even one that is never evaluated.
-            cut = Cut.of(self.model, mx.zeros(SAMPLE, mx.int32), self._loss, compile)
+            cut = Cut.of(self.model, mx.zeros(SAMPLE, mx.int32), self._loss, compile, is_trained)
         self._refuse_strangers(cut)
         holders = {name: self._ranks_that_read(cut, name) for name in cut.trainable}
         local = [stage for stage, rank in enumerate(self.placement) if rank in self.world.local_ranks]

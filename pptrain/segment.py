@@ -114,26 +114,27 @@ class Cut:
     trainable: tuple[str, ...]
     loss: TokenLoss
     compile: bool
+    is_trained: bool
 
     _looks: dict[tuple[int, ...], Look] = field(default_factory=dict[Any, Any])
 
     @staticmethod
-    def of(model: nn.Module, tokens: mx.array, loss: TokenLoss, compile: bool = False) -> Cut:
+    def of(model: nn.Module, tokens: mx.array, loss: TokenLoss, compile: bool = False, is_trained: bool = True) -> Cut:
         """Look at the model as it is now; `tokens` `[microbatch_size, seq]` are of any shape that it takes."""
-        found = trace(model, tokens)
+        found = trace(model, tokens, is_trained)
         if has_dropout(model) and not all(unit.is_whole for unit in found.units):
             raise ModelError(
                 f"[dropout] {type(model).__module__} calls the parts of its layers and not the layers, so that no "
                 "masks can be drawn for each layer. Expected a model without dropout. Use dropout 0."
             )
-        return Cut(model, found, trainable_names(model), loss, compile)
+        return Cut(model, found, trainable_names(model), loss, compile, is_trained)
 
     def look(self, tokens: mx.array) -> Look:
         """What the model does with tokens of this shape; kept for each of the last shapes."""
         shape = tuple(tokens.shape)
         if shape not in self._looks:
             _make_room(self._looks)
-            found = trace(self.model, mx.zeros(shape, mx.int32))
+            found = trace(self.model, mx.zeros(shape, mx.int32), self.is_trained)
             self._refuse_more(found, shape)
             self._looks[shape] = Look(found, found.with_gradient(self.trainable))
         return self._looks[shape]

@@ -40,28 +40,29 @@ SAMPLE = (1, 8)
 """Shape of the tokens with which a model is looked at first."""
 
 
-def trace(model: nn.Module, tokens: mx.array) -> Trace:
+def trace(model: nn.Module, tokens: mx.array, is_trained: bool = True) -> Trace:
     """Build the forward once, evaluating nothing, and see what is made and used where.
 
     Args:
         model: Any mlx-lm model; its weights may be lazy and stay so.
         tokens: `[microbatch_size, seq]`.
+        is_trained: Whether there will be gradients; if not, layers may keep what they make of their weights.
 
     Raises:
         ModelError: If the model cannot be cut: no layer is called, or one changes what it must not.
     """
     slots = list(find_slots(model).values())
     with replaced(slots, [slot.array for slot in slots]):  # a forward may put another array in a parameter's place
-        found = _trace_twice(model, tokens, units_of(model))
+        found = _trace_twice(model, tokens, units_of(model), is_trained)
         # What a dropout makes is made where it is called: the masks that it draws are those after the layer before.
         if not found.made_between and not has_dropout_between(model):
             return found
-        closer = _trace_twice(model, tokens, [with_those_between(model, found.units)])
+        closer = _trace_twice(model, tokens, [with_those_between(model, found.units)], is_trained)
         # Not where a module calls layers that it does not hold, which would not be seen within its call.
         return closer if closer.num_positions == found.num_positions else found
 
 
-def _trace_twice(model: nn.Module, tokens: mx.array, choices: Iterable[list[Unit]]) -> Trace:
+def _trace_twice(model: nn.Module, tokens: mx.array, choices: Iterable[list[Unit]], is_trained: bool) -> Trace:
     """Trace, and again where a layer has changed what it holds: what one call makes, none after it may read."""
     layers = find_layers(model)
     before = _attributes(layers)
@@ -69,7 +70,7 @@ def _trace_twice(model: nn.Module, tokens: mx.array, choices: Iterable[list[Unit
     if changed := _changed(before, after := _attributes(layers)):
         # What is made at the first call may be kept, and what each call makes anew.
         kept = {key: after[key] for key in changed if _is_array(after[key])}
-        found = _trace(model, tokens, [list(found.units)], kept)
+        found = _trace(model, tokens, [list(found.units)], kept if is_trained else None)
         again = [key for key in _changed(after, _attributes(layers)) if key not in kept]
         _refuse_state(model, layers, again)
     return found

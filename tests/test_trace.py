@@ -3,6 +3,7 @@ import os
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import odd_models
 import pytest
 from odd_models import built
@@ -218,6 +219,20 @@ def test_a_forward_that_goes_another_way_in_evaluation_is_looked_at_in_both_mode
     assert pipeline.loss_sum(cut(*batch(5), 3)) == reference.loss_sum(model, cut(*batch(5), 3)).item()
     # What an evaluation does not read stays with the rank that trains it.
     assert [rank for rank in range(3) if "scale" in pipeline.updated_by(rank)] == [2]
+
+
+def test_in_evaluation_layers_may_keep_what_they_make_of_their_weights():
+    model, optimizer = built(odd_models.Caching), optim.Adam(1e-2)
+    pipeline = Pipeline(model, 3)
+    for step in range(3):
+        rows = batch(5, 4 + step)
+        one = reference.value_and_grad(model, *rows, 3)
+        assert differing(model, pipeline.value_and_grad(*rows, 3), one) == set()
+        pipeline.step(optimizer, *rows, 3)
+        assert pipeline.loss_sum(cut(*rows, 3)) == reference.loss_sum(model, cut(*rows, 3)).item()
+    model.eval()
+    with pytest.raises(ModelError, match=r"layer 0 \(CachingLayer\) changes its own `_scale`"):
+        pipeline.step(optimizer, *batch(5), 3)
 
 
 def test_a_dropout_between_layers_draws_where_it_is_called_also_after_an_evaluation():
