@@ -30,6 +30,8 @@ MODES: Mapping[str, Parameters] = {
 _GROUP_SIZES: Mapping[str, tuple[int, ...]] = {"affine": (64, 128, 32), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
 """What MLX has for each mode, its default first."""
 
+_KEYS = ("group_size", "bits", "mode")
+
 _BITS: Mapping[str, tuple[int, ...]] = {"affine": (1, 2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
 
 
@@ -54,28 +56,34 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
         ConfigError: If MLX has no such bits, groups or mode, or the config does not say them.
         ValueError: If mlx-lm reads no such weights, or only to run them.
     """
-    own = config.get("quantization")
-    other = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if own is None and other and "quant_method" not in other:
-        own = other
+    own, text = config.get("quantization"), config.get("text_config")
+    other = config.get("quantization_config") or (isinstance(text, Mapping) and text.get("quantization_config"))
     if own is not None:
-        _refuse_unknown("quantization", own, ("group_size", "bits"))
-        modules = {path: value for path, value in own.items() if isinstance(value, bool | dict)}
-        for path, value in modules.items():
-            if not isinstance(value, bool):
-                _refuse_unknown(f"quantization of {path}", value, ())
-        whole = {"group_size": own["group_size"], "bits": own["bits"], "mode": own.get("mode", "affine")}
-        return Quantization(whole, modules)
-    parameters = _translated(other) if other else None
-    if not other or parameters is None:
+        return _of_mlx("quantization", own)
+    if not other:
+        return None
+    if not isinstance(other, Mapping) or "quant_method" not in other:
+        return _of_mlx("quantization_config", other)
+    parameters = _translated(other)
+    if parameters is None:
         return None
     return Quantization(parameters, skipped=_skipped(other), has_embeddings=False)
+
+
+def _of_mlx(where: str, said: Any) -> Quantization:
+    """What MLX's own key says: numbers for the whole model, and by their paths modules that differ."""
+    _refuse_unknown(where, said, ("group_size", "bits"))
+    modules = {path: value for path, value in said.items() if isinstance(value, bool | dict) or "." in path}
+    for path, value in modules.items():
+        if not isinstance(value, bool):
+            _refuse_unknown(f"{where} of {path}", value, ())
+    return Quantization({"mode": "affine", **{key: said[key] for key in _KEYS if key in said}}, modules)
 
 
 def _refuse_unknown(where: str, said: Any, needed: Sequence[str]) -> None:
     mode = said.get("mode", "affine") if isinstance(said, Mapping) else None
     known = {"group_size": _GROUP_SIZES.get(mode, ()), "bits": _BITS.get(mode, ())} if isinstance(mode, str) else {}
-    if known and all(said[key] in known[key] if key in said else key not in needed for key in known):
+    if known and all(_is_one_of(said[key], known[key]) if key in said else key not in needed for key in known):
         return
     whole = {k: v for k, v in said.items() if not isinstance(v, bool | dict)} if isinstance(said, Mapping) else said
     kinds = (f"{kind}: groups of {_any_of(_GROUP_SIZES[kind])}, bits {_any_of(_BITS[kind])}" for kind in MODES)
@@ -85,35 +93,48 @@ def _refuse_unknown(where: str, said: Any, needed: Sequence[str]) -> None:
     )
 
 
+def _is_one_of(value: Any, numbers: Sequence[int]) -> bool:
+    return type(value) is int and value in numbers  # to Python True is 1 and 4.0 is 4, which MLX does not take
+
+
 def _any_of(numbers: Sequence[int]) -> str:
     return "|".join(map(str, sorted(numbers)))
 
 
 def _translated(other: Mapping[str, Any]) -> Parameters | None:
     """As `mlx_lm.utils.load_model` does; None where it takes the weights out of their packing."""
-    method, settings = other["quant_method"], other.get("quantization", other)
+    method, settings = other["quant_method"], _settings(other)
     if method in ("mxfp4", "mxfp8"):
         return MODES[method]
     if method == "fp8":
-        is_packed = other.get("scale_fmt") == "ue8m0" and list(other.get("weight_block_size", ())) == [32, 32]
+        is_packed = other.get("scale_fmt") == "ue8m0" and other.get("weight_block_size") == [32, 32]
         return MODES["mxfp8"] if is_packed else None
     if method == "compressed-tensors":
         return _compressed_tensors_quantization(dict(other))
-    if method == "modelopt" and settings["quant_algo"] == "NVFP4":
+    if method == "modelopt" and settings.get("quant_algo") == "NVFP4":
         return {**MODES["nvfp4"], "group_size": settings.get("group_size", 16)}
-    if method in ("awq", "gptq") and other.get("bits", 4) == 4:
-        return {**MODES["affine"], "group_size": other.get("group_size", 128)}
+    group_size = other.get("group_size", 128)
+    if method in ("awq", "gptq") and other.get("bits", 4) == 4 and group_size in _GROUP_SIZES["affine"]:
+        return {**MODES["affine"], "group_size": group_size}
+    kind = {key: settings[key] for key in ("quant_algo", "bits", "group_size") if key in settings}
     raise ValueError(
-        f"its quantization_config is of {method} ({settings.get('quant_algo', other.get('bits'))}), which mlx-lm "
-        "does not train on: expected awq or gptq of 4 bits, compressed-tensors, fp8, modelopt's NVFP4, mxfp4 or mxfp8"
+        f"its quantization_config is of {method} {kind or ''}, which mlx-lm does not train on: expected awq or gptq of "
+        "4 bits in groups of 32, 64 or 128, compressed-tensors, fp8, modelopt's NVFP4, mxfp4 or mxfp8"
     )
 
 
+def _settings(other: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where the settings stand: modelopt has them one key deeper."""
+    inner = other.get("quantization")
+    return inner if isinstance(inner, Mapping) else other
+
+
 def _skipped(other: Mapping[str, Any]) -> tuple[str, ...]:
-    settings = other.get("quantization", other)
-    lists = [settings.get(key) or () for key in ("modules_to_not_convert", "ignore", "exclude_modules")]
+    settings = _settings(other)
+    said = [settings.get(key) or () for key in ("modules_to_not_convert", "ignore", "exclude_modules")]
+    lists = [(names,) if isinstance(names, str) else names for names in said]
     head = ("lm_head",) if other["quant_method"] in ("awq", "gptq") and not other.get("lm_head") else ()
-    return (*(name for names in lists for name in names), *head)
+    return (*(str(name) for names in lists for name in names), *head)
 
 
 def as_converted(model: nn.Module, parameters: Parameters, recipe: str | None = None) -> Quantization:
@@ -161,11 +182,17 @@ def fitted(model: nn.Module, quantization: Quantization) -> tuple[Quantization, 
         elif group_size != wanted:
             own[path] = {**said, "group_size": group_size}
             others[f"groups of {group_size} instead of {wanted} in", f"{wanted} does not divide"].append(path)
-    notes = [f"{what} {_some(paths)}, whose tiny width {why}" for (what, why), paths in others.items()]
+    notes = [f"{what} {some(paths)}, whose tiny width {why}" for (what, why), paths in others.items()]
     return replace(quantization, modules=own), notes
 
 
-def _some(paths: Sequence[str]) -> str:
+def named_in_vain(model: nn.Module, quantization: Quantization) -> list[str]:
+    """Modules of which something was said and that a model does not have; mlx-lm passes over them in silence."""
+    return sorted(quantization.modules.keys() - _leaves(model).keys())
+
+
+def some(paths: Sequence[str]) -> str:
+    """The first of some paths, and how many more there are."""
     return f"{paths[0]} and {len(paths) - 1} more" if len(paths) > 1 else paths[0]
 
 

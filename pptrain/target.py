@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -33,7 +33,16 @@ from pptrain.invent import TINY, count_parameters, invented_model
 from pptrain.microbatch import kept_random_state
 from pptrain.model import find_slots
 from pptrain.pattern import FEWEST, kinds_of, layers_to_show
-from pptrain.quantization import MODES, Quantization, as_converted, fitted, quantization_of, quantize
+from pptrain.quantization import (
+    MODES,
+    Quantization,
+    as_converted,
+    fitted,
+    named_in_vain,
+    quantization_of,
+    quantize,
+    some,
+)
 from pptrain.shrink import LAYER_FIELDS, Config, count_layers_of, shrunk
 from pptrain.trace import SAMPLE
 
@@ -61,6 +70,8 @@ class Target:
     is_full_size: bool = False
     convert: Callable[[nn.Module], Quantization] = _to_4_bits
     """How it is quantized where its config says nothing of that."""
+    real: Callable[[], nn.Module] | None = None
+    """The model of its config's real sizes, if this is not that itself."""
 
     def build(self, seed: int = 0) -> nn.Module:
         """A fresh model with random weights."""
@@ -77,9 +88,18 @@ class Target:
         if said is None:
             quantize(model, fitted(model, self.convert(model))[0])
             return []
+        vain = self._named_in_vain(model, said)
         fits, notes = (said, list[str]()) if self.is_full_size else fitted(model, said)
         quantize(model, fits)
-        return notes
+        return [*notes, *([f"no module {some(vain)}, which the config's quantization names"] if vain else [])]
+
+    def _named_in_vain(self, model: nn.Module, said: Quantization) -> list[str]:
+        """Modules that a config's quantization names and that not even the model of its real sizes has."""
+        vain = named_in_vain(model, said)
+        if not vain or self.real is None:
+            return vain
+        with kept_random_state():
+            return named_in_vain(self.real(), said)
 
 
 def every_name() -> list[str]:
@@ -166,7 +186,7 @@ def _from_config(
     count = num_layers or min(_layers_to_show(show, known or _DEPTH), known or _DEPTH)
     _refuse_misread(name, lambda: make(count), config, count)
     _refuse_misshapen(name, lambda: make(count), lambda: build(deepcopy(config)))
-    return Target(name, lambda: make(count), config)
+    return Target(name, lambda: make(count), config, real=lambda: build(deepcopy(config)))
 
 
 def _count_layers_of(config: Config) -> int | None:
@@ -333,10 +353,17 @@ def _has_model(name: str) -> bool:
 
 def _read(path: Path) -> Config:
     try:
-        config: Config = json.loads(path.read_text())
-        return config
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"[target] Cannot read {path}: {error}. Expected a model's config.json.") from error
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"[target] Cannot read {path}: {error}. Expected a model's config.json. Check the path and the file."
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"[target] {path} holds a {type(config).__name__}: {str(config)[:40]}. Expected an object, as a model's "
+            "config.json is. Check the path."
+        )
+    return cast(Config, config)
 
 
 def _downloaded(name: str) -> Path:

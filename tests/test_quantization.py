@@ -67,6 +67,8 @@ def test_what_mlx_lm_translates_is_read_so(other, parameters):
         {},
         {"quantization_config": None},
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": 32, "scale_fmt": "ue8m0"}},
+        {"text_config": [1, 2]},
     ],
 )
 def test_weights_that_are_loaded_as_they_are_have_no_quantization(config):
@@ -79,6 +81,10 @@ def test_weights_that_are_loaded_as_they_are_have_no_quantization(config):
         {"quant_method": "bitnet"},
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
         {"quant_method": "gptq", "bits": 8},
+        {"quant_method": "gptq", "bits": 4, "group_size": -1},
+        {"quant_method": "awq", "bits": 4, "group_size": "128"},
+        {"quant_method": "modelopt"},
+        {"quant_method": "modelopt", "quantization": "NVFP4"},
         {"quant_method": "modelopt", "quant_algo": "FP8"},
     ],
 )
@@ -98,6 +104,8 @@ def test_what_mlx_lm_does_not_train_on_is_an_error_with_its_name(other):
         {"group_size": 64, "bits": 7},
         {"group_size": 48, "bits": 4},
         {"group_size": 64, "bits": "4"},
+        {"group_size": 64, "bits": 4.0},
+        {"group_size": 64, "bits": True},
         {"group_size": 64, "bits": 4, "mode": "mxfp4"},
         {"group_size": 64, "bits": 4, "mode": "other"},
         {"group_size": 64, "bits": 4, "mode": ["affine"]},
@@ -109,10 +117,22 @@ def test_what_mlx_does_not_have_is_a_mistake_of_the_config(said):
         quantization_of({"quantization": said})
 
 
+@pytest.mark.parametrize("said", [4, "gptq", ["gptq"], {"bits": 4}])
+def test_a_quantization_config_of_no_kind_is_a_mistake_of_the_config_and_told_by_its_key(said):
+    with pytest.raises(ConfigError, match=r"^\[quantization\] The config's quantization_config is"):
+        quantization_of({"quantization_config": said})
+
+
 def test_what_mlx_does_not_have_for_one_module_is_told_with_its_path():
     with pytest.raises(ConfigError, match=r"quantization of a\.b is {'bits': 9}"):
         quantization_of({"quantization": {**WIDE, "a.b": {"bits": 9}}})
     assert quantization_of({"quantization": {**WIDE, "a.b": {"bits": 8}}}).modules == {"a.b": {"bits": 8}}
+
+
+@pytest.mark.parametrize("value", ["8bit", 8, [8], None])
+def test_what_is_said_of_one_module_is_parameters_or_whether(value):
+    with pytest.raises(ConfigError, match=r"quantization of a\.b is "):
+        quantization_of({"quantization": {**WIDE, "a.b": value}})
 
 
 def test_a_configs_own_modules_have_their_bits_or_none():
@@ -161,6 +181,10 @@ def test_the_published_gpt_oss_has_quantized_experts_and_nothing_else():
         (
             {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.1*"]},
             {"lm_head", "model.embed_tokens", "model.layers.1"},
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": "o_proj"},
+            {"lm_head", "model.embed_tokens", *(f"model.layers.{i}.self_attn.o_proj" for i in range(2))},
         ),
     ],
 )

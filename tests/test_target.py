@@ -317,6 +317,26 @@ def test_a_quantized_config_is_tried_as_it_says_and_where_it_cannot_be_that_is_s
     )
 
 
+@pytest.mark.parametrize("full_size", [False, True])
+def test_modules_that_a_quantization_names_and_no_layer_has_are_told(tmp_path, full_size):
+    small = {**LLAMA, "hidden_size": 64, "intermediate_size": 128}
+    own = {"model.layers.99.mlp.down_proj": {"bits": 8}, "model.layers.0.nope": False}
+    inside = {"model.layers.29.mlp.down_proj": {"group_size": 64, "bits": 8}}  # a layer that is cut off
+    config = written(tmp_path, {**small, "quantization": {**WIDE, "group_size": 32, **own, **inside}})
+    target = find_target(str(config), full_size=full_size)
+    assert target.quantize(target.build())[-1] == (
+        "no module model.layers.0.nope and 1 more, which the config's quantization names"
+    )
+
+
+@pytest.mark.parametrize("text", ["3", "null", '"llama"', '["model_type"]', "[" * 100_000])
+def test_what_is_no_object_is_no_config(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"^\[target\] .*config.json.* Expected .*config.json"):
+        find_target(str(path))
+
+
 def test_a_quantization_that_mlx_does_not_have_is_a_mistake_and_no_verdict(tmp_path):
     config = written(tmp_path, {**LLAMA, "quantization": {**WIDE, "bits": 7}})
     with pytest.raises(ConfigError, match="'bits': 7"):
