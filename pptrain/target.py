@@ -123,7 +123,7 @@ def find_target(
         ConfigError: If there is no such thing, or it needs a config.
     """
     path = Path(text)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike the path's own method, it takes any name
         path = path / "config.json"
     if path.suffix == ".json":
         return _of_config(text, _read(path), num_layers, full_size)
@@ -260,7 +260,7 @@ def _layers_to_show(make: Callable[[int], nn.Module], depth: int) -> int:
 
 def is_class(text: str) -> bool:
     """Whether a target is a `module:Class`."""
-    return ":" in text and not text.endswith(".json") and not Path(text).is_dir()
+    return ":" in text and not text.endswith(".json") and not os.path.isdir(text)
 
 
 def refuse_ignored(texts: Sequence[str], num_layers: int | None, full_size: bool, config: Path | None) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import NoReturn
 import mlx.core as mx
 from mlx_lm.convert import QUANT_RECIPES
 
-from pptrain.errors import ConfigError, UserError
+from pptrain.errors import ConfigError, SaveError, UserError
 from pptrain.microbatch import kept_random_state
 from pptrain.partition import even, explicit
 from pptrain.pattern import FEWEST, MOST
@@ -45,13 +47,39 @@ def run(options: Sequence[str]) -> int:
     _refuse_unwritable(asked)
     for name in asked.targets if len(names) > 1 else ():  # a wrong name is a mistake, not a verdict of its process
         _find(name, asked)
-    verdicts = [_here(names[0], asked)] if len(names) == 1 else _each_in_a_process(names, asked)
-    if len(names) > 1:
-        print(summary(verdicts), flush=True)
-    for path, write in ((asked.json, to_json), (asked.junit, to_junit), (asked.html, to_html)):
-        if path is not None:
-            path.write_text(write(verdicts))
-    return 0 if all(verdict.is_good for verdict in verdicts) else 1
+    found = dict[int, Verdict]()
+    try:
+        if len(names) == 1:
+            found[0] = _here(names[0], asked)
+        else:
+            _each_in_a_process(names, asked, found)
+    finally:  # what was found is told when the rest is interrupted, too
+        if found:
+            _tell([found[at] for at in sorted(found)], len(names), asked)
+    return 0 if all(verdict.is_good for verdict in found.values()) else 1
+
+
+def _tell(verdicts: Sequence[Verdict], num_models: int, asked: argparse.Namespace) -> None:
+    """Print how many of which verdict there are, and write them to files.
+
+    Raises:
+        SaveError: If a file cannot be written; the others are.
+    """
+    missing = num_models - len(verdicts)
+    if num_models > 1:
+        print(summary(verdicts) + (f"; {missing} not tried" if missing else ""), flush=True)
+    faults = list[str]()
+    for flag, write in (("json", to_json), ("junit", to_junit), ("html", to_html)):
+        path: Path | None = getattr(asked, flag)
+        try:
+            if path is not None:
+                path.write_text(write(verdicts), encoding="utf-8")
+        except OSError as error:
+            faults.append(
+                f"[{flag}] Cannot write {path}: {error.strerror}. Expected room for it. The verdicts are above."
+            )
+    if faults:
+        raise SaveError("\n".join(faults))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="every model of the installed mlx-lm")
     parser.add_argument("--stages", type=_counts("stages"), help="numbers of stages to cut into (default 2,3)")
     parser.add_argument("--layers", type=_counts("layers"), help="one cut instead of all: layers of each stage, as 1,3")
-    parser.add_argument("--num-layers", type=_count, help=_NUM_LAYERS)
+    parser.add_argument("--num-layers", type=_count("num-layers"), help=_NUM_LAYERS)
     parser.add_argument("--config", type=Path, metavar="FILE", help="a config.json to call module:Class with")
     parser.add_argument("--full-size", action="store_true", help="a config's real sizes instead of tiny ones")
     parser.add_argument(
@@ -79,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     base.add_argument("--q-bits", type=int, choices=(2, 3, 4, 5, 6, 8), help=f"bits {_OF_BASE} (default 4)")
     base.add_argument("--q-mode", choices=tuple(MODES), help=f"mode {_OF_BASE} (default affine)")
     base.add_argument("--quant-predicate", choices=QUANT_RECIPES, help=f"mixed bits {_OF_BASE}")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="models at once")
+    parser.add_argument("--jobs", type=_count("jobs"), default=os.cpu_count() or 1, help="models at once")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts as JSON")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit XML")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the verdicts as one page")
@@ -108,17 +136,20 @@ def _counts(where: str) -> Callable[[str], tuple[int, ...]]:
     return of
 
 
-def _count(text: str) -> int:
-    count, *others = _counts("num-layers")(text)
-    if others:
-        raise ConfigError(f"[num-layers] {text!r} was given. Expected one number. For a cut use --layers.")
-    return count
+def _count(where: str) -> Callable[[str], int]:
+    def of(text: str) -> int:
+        count, *others = _counts(where)(text)
+        if others:
+            raise ConfigError(f"[{where}] {text!r} was given. Expected one number. For a cut use --layers.")
+        return count
+
+    return of
 
 
 def _variants(text: str) -> tuple[Variant, ...]:
     known: dict[str, Variant] = {"full": "full", "lora": "lora", "qlora": "qlora"}
     try:
-        return tuple(known[part] for part in text.split(","))
+        return tuple(dict.fromkeys(known[part] for part in text.split(",")))
     except KeyError as error:
         raise argparse.ArgumentTypeError(f"unknown variant {error}; expected some of full,lora,qlora") from None
 
@@ -129,14 +160,34 @@ def _check_stages(asked: argparse.Namespace) -> None:
 
 
 def _refuse_unwritable(asked: argparse.Namespace) -> None:
-    for flag in ("json", "junit", "html"):
-        path: Path | None = getattr(asked, flag)
-        if path is None:
-            continue
-        if path.is_dir():
+    given = {flag: path for flag in ("json", "junit", "html") if (path := getattr(asked, flag)) is not None}
+    if len({path.absolute() for path in given.values()}) < len(given):
+        raise ConfigError(
+            f"[{'|'.join(given)}] Of {', '.join(map(str, given.values()))} two are one file. Expected a file for each. "
+            "Give another name."
+        )
+    for flag, path in given.items():
+        if os.path.isdir(path):  # unlike the path's own method, it takes any name
             raise ConfigError(f"[{flag}] {path} is a directory. Expected a file to write. Give a name in it.")
-        if not path.absolute().parent.is_dir():
+        if not os.path.isdir(path.absolute().parent):
             raise ConfigError(f"[{flag}] There is no directory {path.parent} to write {path.name} in. Make it first.")
+        fault = _fault_of_writing(path)
+        if fault is not None:
+            raise ConfigError(f"[{flag}] Cannot write {path}: {fault}. Expected a file to write. Give another path.")
+
+
+def _fault_of_writing(path: Path) -> str | None:
+    """Why a file could not be written, seen before the work and not after it; nothing of it is changed."""
+    was_there = os.path.exists(path)
+    if was_there and not os.path.isfile(path):  # a pipe, which whoever reads it would see opened
+        return None
+    try:
+        path.open("ab").close()
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def _here(name: str, asked: argparse.Namespace) -> Verdict:
@@ -188,7 +239,7 @@ def _base_flags(asked: argparse.Namespace) -> list[str]:
 
 def _plan(asked: argparse.Namespace) -> Plan:
     plan = Plan(layers=asked.layers, variants=asked.variants)
-    plan = replace(plan, stages=asked.stages) if asked.stages else plan
+    plan = replace(plan, stages=tuple(dict.fromkeys(asked.stages))) if asked.stages else plan
     return replace(plan, max_whole=0) if asked.quick else plan
 
 
@@ -228,39 +279,82 @@ def _equal(verdict: Verdict, plan: Plan, num_layers: int) -> list[str]:
     return [cut for cut in every if cut not in verdict.unequal] if len(every) == verdict.num_cuts else []
 
 
-def _each_in_a_process(names: Sequence[str], asked: argparse.Namespace) -> list[Verdict]:
+def _each_in_a_process(names: Sequence[str], asked: argparse.Namespace, found: dict[int, Verdict]) -> None:
+    """Find the verdict of each name, by its number; no process is left, however this ends."""
+    flags, running = _flags(asked), set[subprocess.Popen[str]]()
+
+    def judge(at: int) -> None:
+        found[at] = _in_a_process(names[at], [*flags, *_config_of(names[at], asked)], running)
+
+    pool = ThreadPoolExecutor(asked.jobs)
+    with _terminating_interrupts():
+        try:
+            for done in [pool.submit(judge, at) for at in range(len(names))]:
+                done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                process.terminate()
+            pool.shutdown()
+
+
+@contextmanager
+def _terminating_interrupts() -> Generator[None]:
+    """SIGTERM, which would leave the processes running, is taken as Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _flags(asked: argparse.Namespace) -> list[str]:
+    """What is asked of every target."""
     flags = ["--stages", ",".join(map(str, asked.stages))] if asked.stages else []
     flags += ["--num-layers", str(asked.num_layers)] if asked.num_layers else []
     flags += ["--layers", ",".join(map(str, asked.layers))] if asked.layers else []
     flags += ["--full-size"] if asked.full_size else []
     flags += ["--quick"] if asked.quick else []
-    flags += ["--variants", ",".join(asked.variants), *_base_flags(asked)]
-    with ThreadPoolExecutor(max(asked.jobs, 1)) as pool:
-        return list(pool.map(lambda name: _in_a_process(name, [*flags, *_config_of(name, asked)]), names))
+    return [*flags, "--variants", ",".join(asked.variants), *_base_flags(asked)]
 
 
 def _config_of(name: str, asked: argparse.Namespace) -> list[str]:
     return ["--config", str(asked.config)] if asked.config and is_class(name) else []
 
 
-def _in_a_process(name: str, flags: Sequence[str]) -> Verdict:
+def _in_a_process(name: str, flags: Sequence[str], running: set[subprocess.Popen[str]]) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "verdict.json"
         command = [sys.executable, "-m", "pptrain", "validate", name, *flags, "--json", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        code, said = _ended(command, running)
         if path.exists():
-            verdict = from_json(path.read_text())[0]
+            verdict = from_json(path.read_text(encoding="utf-8"))[0]
+        elif code in _INTERRUPTED:
+            raise KeyboardInterrupt  # which says nothing of the model
         else:
             # Not `fails on one device`, which is good: it may have been a cut that ended the process.
-            verdict = Verdict(name, "cannot be cut here", _end_of(done))
+            verdict = Verdict(name, "cannot be cut here", _end_of(code, said))
     print(line(verdict), flush=True)
     return verdict
 
 
-def _end_of(done: subprocess.CompletedProcess[str]) -> str:
+_INTERRUPTED = (130, -signal.SIGINT, -signal.SIGTERM)
+"""Exit codes of a process that somebody ended, not the model."""
+
+
+def _ended(command: Sequence[str], running: set[subprocess.Popen[str]]) -> tuple[int, str]:
+    """A process's exit code and what it said on stderr; it is among the running while it runs."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        running.add(process)
+        said = process.communicate()[1]
+    running.discard(process)
+    return process.returncode, said
+
+
+def _end_of(code: int, said: str) -> str:
     """Why a process ended without a verdict."""
-    last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1][:300]
-    if done.returncode == UserError.exit_code:
+    last = (said.strip().splitlines() or ["nothing on stderr"])[-1][:300]
+    if code == UserError.exit_code:
         return last
-    code = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-    return f"the process ended with {code}: {last}"
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"the process ended with {how}: {last}"

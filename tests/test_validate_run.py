@@ -1,7 +1,9 @@
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,6 +21,17 @@ QUICK = ["--quick", "--variants", "full"]
 
 def one_layer():
     return TwoStreams(1)
+
+
+class Slow(Tiny):
+    """Is never done, once a file says that it runs."""
+
+    def __call__(self, tokens):
+        if "SLOW" in os.environ:
+            with open(os.environ["SLOW"], "a") as file:
+                file.write(f"{os.getpid()}\n")
+            time.sleep(300)
+        return super().__call__(tokens)
 
 
 class WithoutLora(Tiny):
@@ -81,7 +94,12 @@ def test_several_numbers_of_layers_are_a_user_s_mistake(capsys):
     assert "[num-layers] '4,5' was given. Expected one number" in refusal(capsys, "llama", "--num-layers", "4,5")
 
 
-@pytest.mark.parametrize("options", [["--variants", "half"], ["--jobs", "x"], ["--stagse", "2"]])
+@pytest.mark.parametrize("text", ["0", "-3", "x"])
+def test_jobs_are_at_least_one(capsys, text):
+    assert f"[jobs] {text!r} was given" in refusal(capsys, "llama", f"--jobs={text}")
+
+
+@pytest.mark.parametrize("options", [["--variants", "half"], ["--stagse", "2"]])
 def test_what_the_parser_refuses_names_the_help(capsys, options):
     said = refusal(capsys, "llama", *options)
     assert options[-1] in said
@@ -113,6 +131,34 @@ def test_a_directory_in_place_of_a_file_is_refused_before_the_work(capsys, tmp_p
     assert f"[{flag}] There is no directory {tmp_path / 'no'}" in refusal(
         capsys, "llama", f"--{flag}", str(tmp_path / "no" / "file")
     )
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path):
+    too_long = str(tmp_path / ("x" * 300))
+    assert "is no model directory" in refusal(capsys, "x" * 300)
+    assert f"[json] Cannot write {too_long}: " in refusal(capsys, "odd_models:TwoStreams", "--json", too_long)
+    page = tmp_path / "page.html"
+    page.write_text("as it was")
+    options = ["--json", str(tmp_path / "a.json"), "--html", str(page)]
+    assert "Cannot divide 4 layers into 9" in refusal(capsys, "odd_models:TwoStreams", "--stages", "9", *options)
+    assert page.read_text() == "as it was"
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_one_file_for_two_kinds_is_refused(capsys, tmp_path):
+    path = str(tmp_path / "out")
+    assert "[json|html] Of " in refusal(capsys, "llama", "--json", path, "--html", path)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk that is full")
+def test_a_disk_that_is_full_is_told_and_the_other_files_are_written(capsys, tmp_path):
+    page = tmp_path / "page.html"
+    options = ["--stages", "2", "--json", "/dev/full", "--html", str(page)]
+    assert main(["validate", "odd_models:TwoStreams", *QUICK, *options]) == 1
+    said = capsys.readouterr()
+    assert "[json] Cannot write /dev/full: No space left on device" in said.err
+    assert " ok " in said.out
+    assert "TwoStreams" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -213,6 +259,41 @@ def test_a_process_that_is_killed_or_refuses_is_never_good(capsys, tmp_path, mon
     assert killed["reason"] == f"the process ended with signal {signal.SIGKILL:d}: out of memory"
     assert refused["reason"].startswith("PartitionError: ")
     assert "2 models: 2 cannot be cut here" in capsys.readouterr().out
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_tells_what_it_found_and_leaves_no_process(tmp_path, number):
+    verdicts, slow = tmp_path / "all.json", tmp_path / "pids"
+    slow.touch()
+    names = ["odd_models:TwoStreams", f"{__name__}:Slow", "odd_models:TwoStreams"]
+    options = ["--jobs", "1", *QUICK, "--stages", "2", "--json", str(verdicts)]
+    program = (
+        "import sys, pptrain.validate_run as run; run._find = lambda name, asked: None; "
+        "from pptrain.cli import main; sys.exit(main(sys.argv[1:]))"
+    )  # the class would sleep here, where it is only looked for
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "SLOW": str(slow)}
+    command = [sys.executable, "-c", program, "validate", *names, *options]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        while not slow.read_text():
+            assert run.poll() is None
+            time.sleep(0.1)
+        run.send_signal(number)
+        out, err = run.communicate(timeout=60)
+    assert (run.returncode, err) == (130, "Interrupted.\n")
+    assert [line.split("  ")[0] for line in out.splitlines()] == [
+        "odd_models:TwoStreams",
+        "1 models: 1 ok; 2 not tried",
+    ]
+    assert [verdict["word"] for verdict in json.loads(verdicts.read_text())] == ["ok"]
+    assert not any(is_running(int(pid)) for pid in slow.read_text().split())
 
 
 def test_a_wrong_name_among_several_is_a_mistake_and_no_verdict(capsys):
