@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,18 +20,28 @@ class Reached(Exception):
 
 
 class Replay:
-    """Stands in for every layer's call during one forward of one segment."""
+    """Stands in for every layer's call during one forward.
+
+    Args:
+        trace: What is recorded.
+        sites: Those that are run.
+        known: Values of other sites, which those that are run may need.
+        end: The site that is the first not to be reached; one past the last for a forward to its end.
+    """
 
     seed_of: Callable[[int], int]
     """The random state in which a layer is called."""
 
-    def __init__(self, trace: Trace, sites: range, boundary: Boundary) -> None:
-        self._trace, self._sites = trace, sites
-        entering = trace.crossing(sites.start) if sites.start else []
-        self._known = dict(zip(entering, boundary, strict=True))
-        ends = sites.stop > trace.num_positions
-        self._wanted = [] if ends else trace.crossing(sites.stop)
+    def __init__(self, trace: Trace, sites: Container[int], known: Mapping[int, mx.array], end: int) -> None:
+        self._trace, self._sites, self._known, self._end = trace, sites, dict(known), end
+        self._wanted = [] if end > trace.num_positions else trace.crossing(end)
         self._next = 0
+
+    @staticmethod
+    def of_segment(trace: Trace, sites: range, boundary: Boundary) -> Replay:
+        """Runs consecutive sites, of which what crosses before them is known."""
+        entering = trace.crossing(sites.start) if sites.start else []
+        return Replay(trace, sites, dict(zip(entering, boundary, strict=True)), sites.stop)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -57,7 +67,7 @@ class Replay:
         leaves, containers = arrays_in((args, kwargs)), containers_in((args, kwargs))
         self._meet(unit, recorded, leaves)
         site = recorded.position + 1
-        if site >= self._sites.stop and all(value in self._known for value in self._wanted):
+        if site >= self._end and all(value in self._known for value in self._wanted):
             raise Reached
         if site not in self._sites:
             return self._played(recorded, leaves).put(containers)

@@ -22,6 +22,7 @@ from pptrain.microbatch import Microbatch, TokenLoss, loss_share, mask_seed
 from pptrain.model import Boundary, Slot, Specs, find_slots, has_dropout, intercepted, replaced, trainable_names
 from pptrain.replay import Reached, Replay
 from pptrain.trace import trace
+from pptrain.unseen import refuse_unseen
 from pptrain.values import Trace
 
 _MAX_SHAPES = 8
@@ -122,6 +123,7 @@ class Cut:
     def of(model: nn.Module, tokens: mx.array, loss: TokenLoss, compile: bool = False, is_trained: bool = True) -> Cut:
         """Look at the model as it is now; `tokens` `[microbatch_size, seq]` are of any shape that it takes."""
         found = trace(model, tokens, is_trained)
+        refuse_unseen(model, found, tokens)
         if has_dropout(model) and not all(unit.is_whole for unit in found.units):
             raise ModelError(
                 f"[dropout] {type(model).__module__} calls the parts of its layers and not the layers, so that no "
@@ -219,7 +221,7 @@ class Segment:
             boundary: What crosses before the first site; empty where that is the tokens.
         """
 
-        replay = Replay(self._cut.look(work.microbatch.inputs).trace, self.sites, boundary)
+        replay = Replay.of_segment(self._cut.look(work.microbatch.inputs).trace, self.sites, boundary)
         replay.seed_of = lambda layer: mask_seed(work.seed, work.step, work.index, layer + 1)
         mx.random.seed(mask_seed(work.seed, work.step, work.index, 0))
         try:

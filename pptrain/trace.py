@@ -196,7 +196,10 @@ class _Recorder:
         source = self._sources(logits)
         needs, reads, found = ((source,), frozenset[str](), ((source, ""),)) if isinstance(source, int) else source
         tail = Value(ArraySpec.of(logits), self._counter.num_positions, needs, reads, found)
-        found = Trace(tuple(self._units), tuple(self.calls), tuple(self.values), tail, tuple(self.strangers))
+        stand_ins = tuple(self._leaves[f"{_VALUE}{number}"] for number in range(len(self.values)))
+        found = Trace(
+            tuple(self._units), tuple(self.calls), tuple(self.values), tail, tuple(self.strangers), stand_ins=stand_ins
+        )
         for value in found.live:
             if value in self._changed:
                 raise ModelError(_changes_input(self._model, self._changed[value]))

@@ -85,6 +85,8 @@ class Trace:
     """(site, layer, parameter of that layer) where a layer reads what belongs to another."""
     unread: tuple[tuple[int, str], ...] = ()
     """(site, parameter) of each layer that holds what this forward does not read: with longer tokens it may."""
+    stand_ins: tuple[mx.array, ...] = ()
+    """The arrays that took the values' place in that forward."""
 
     @property
     def num_positions(self) -> int:

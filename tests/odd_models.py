@@ -683,4 +683,104 @@ class LongerStack(Tiny):
         return self.head(self.norm(hidden))
 
 
-WRONG = [Choosing, Counting, Remembering, Borrowing, Overwriting, Averaging]
+class AsideLayer(Layer):
+    """Keeps what it makes where others may find it, and notes its mean in a list."""
+
+    def __init__(self, width: int, notes: list[mx.array]):
+        super().__init__(width)
+        self._notes, self._made = notes, None
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        self._made = super().__call__(hidden)
+        self._notes.append(self._made.mean())
+        return self._made
+
+
+class Aside(Tiny):
+    """The head reads what layers have kept as their own."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self._notes = list[mx.array]()
+        self.layers = [AsideLayer(8, self._notes) for _ in range(num_layers)]
+
+    def __call__(self, inputs: mx.array) -> mx.array:
+        logits = super().__call__(inputs)
+        return logits * (1 + sum(layer._made.mean() for layer in self.layers))
+
+
+class Noted(Aside):
+    """The head reads a list that it is given by nobody, and that layers fill."""
+
+    def __call__(self, inputs: mx.array) -> mx.array:
+        self._notes.clear()
+        logits = Tiny.__call__(self, inputs)
+        return logits * (1 + sum(self._notes))
+
+
+class SharingLayer(Layer):
+    def __init__(self, width: int, first: dict[str, mx.array]):
+        super().__init__(width)
+        self._first = first
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        first = self._first.setdefault("first", hidden)
+        return super().__call__(hidden) + mx.sin(first)
+
+
+class Sharing(Tiny):
+    """The first layer puts what it is given into a dict that all layers have."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self._first = dict[str, mx.array]()
+        self.layers = [SharingLayer(8, self._first) for _ in range(num_layers)]
+
+    def __call__(self, inputs: mx.array) -> mx.array:
+        self._first.clear()
+        return super().__call__(inputs)
+
+
+class PostponingLayer(Layer):
+    def __call__(self, hidden: mx.array) -> Any:
+        made = super().__call__(hidden)
+        return lambda: made
+
+
+class Postponing(Tiny):
+    """Layers return closures over what they make."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers = [PostponingLayer(8) for _ in range(num_layers)]
+
+    def __call__(self, inputs: mx.array) -> mx.array:
+        hidden = self.embed(inputs)
+        for layer in self.layers:
+            hidden = layer(hidden)()
+        return self.head(self.norm(hidden))
+
+
+class IteratingLayer(Layer):
+    def __call__(self, hidden: mx.array) -> Any:
+        return iter([super().__call__(hidden)])
+
+
+class Iterating(Tiny):
+    """Layers return iterators, each of which gives what it has once."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers = [IteratingLayer(8) for _ in range(num_layers)]
+
+    def __call__(self, inputs: mx.array) -> mx.array:
+        hidden = self.embed(inputs)
+        for layer in self.layers:
+            hidden = next(layer(hidden))
+        return self.head(self.norm(hidden))
+
+
+UNSEEN = [Aside, Noted, Sharing, Postponing, Iterating]
+"""Something reads what a layer has made and not handed on."""
+
+WRONG = [Choosing, Counting, Remembering, Borrowing, Overwriting, Averaging, *UNSEEN]

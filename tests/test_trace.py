@@ -355,6 +355,24 @@ def test_layers_that_a_cut_would_break_are_refused(kind, message):
         Pipeline(built(kind), 2).value_and_grad(*batch(4), 2)
 
 
+@pytest.mark.parametrize(
+    ("kind", "reader"),
+    [
+        (odd_models.Aside, "what comes after the layers"),
+        (odd_models.Noted, "what comes after the layers"),
+        (odd_models.Sharing, "layer 2"),
+        (odd_models.Postponing, "layer 1"),
+        (odd_models.Iterating, "its forward"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("layers", [(4,), (1, 3), (3, 1)], ids=str)
+def test_what_layers_hand_on_unseen_is_refused(kind, reader, layers):
+    message = f"cannot be cut: {reader} reads what a layer has made and not handed on"
+    with pytest.raises(ModelError, match=message):
+        Pipeline(built(kind), layers=layers).value_and_grad(*batch(4), 2)
+
+
 def test_a_layer_may_read_another_layers_weights_within_a_stage():
     model = built(odd_models.Borrowing)
     one = reference.value_and_grad(model, *batch(4), 2)
