@@ -528,6 +528,25 @@ class Viewed(Tiny):
         return self.head(self.norm(hidden))
 
 
+class SpectralLayer(Layer):
+    def __call__(self, spectrum: mx.array) -> mx.array:
+        return mx.fft.rfft(super().__call__(mx.fft.irfft(spectrum, n=8)))
+
+
+class Spectral(Tiny):
+    """Layers hand on complex numbers."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers = [SpectralLayer(8) for _ in range(num_layers)]
+
+    def __call__(self, inputs: mx.array) -> mx.array:
+        spectrum = mx.fft.rfft(self.embed(inputs))
+        for layer in self.layers:
+            spectrum = layer(spectrum)
+        return self.head(self.norm(mx.fft.irfft(spectrum, n=8)))
+
+
 MENDED = [EncoderDecoder, MixedIn, Projected, Mixed, Nested, Viewed]
 """What modules make between layers is used on both sides of a cut, and no layer is given it."""
 
@@ -545,6 +564,7 @@ CUTTABLE = [
     DropsLate,
     Stopping,
     Phases,
+    Spectral,
     *MENDED,
 ]
 
@@ -780,7 +800,17 @@ class Iterating(Tiny):
         return self.head(self.norm(hidden))
 
 
+class Turning(Tiny):
+    """The layers are called the other way round where there are several rows."""
+
+    def __call__(self, inputs: mx.array) -> mx.array:
+        hidden = self.embed(inputs)
+        for layer in self.layers[:: -1 if len(inputs) > 1 else 1]:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))
+
+
 UNSEEN = [Aside, Noted, Sharing, Postponing, Iterating]
 """Something reads what a layer has made and not handed on."""
 
-WRONG = [Choosing, Counting, Remembering, Borrowing, Overwriting, Averaging, *UNSEEN]
+WRONG = [Choosing, Counting, Remembering, Borrowing, Overwriting, Averaging, Turning, *UNSEEN]

@@ -347,6 +347,7 @@ def test_a_cut_that_changes_the_order_of_adding_is_told(caplog):
         (odd_models.Choosing, r"layer 1 evaluates arrays in its forward"),
         (odd_models.Overwriting, r"layer 1 changes its input in place"),
         (odd_models.Averaging, r"computes `layers\.1\.batch_norm\.running_mean` from the data and keeps it"),
+        (odd_models.Turning, r"with tokens of shape \(2, \d+\) layer 0, or what follows it, reads layers\.3\."),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
