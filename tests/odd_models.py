@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -547,6 +549,43 @@ class Spectral(Tiny):
         return self.head(self.norm(mx.fft.irfft(spectrum, n=8)))
 
 
+@dataclass(frozen=True, slots=True)
+class State:
+    hidden: mx.array
+    skips: deque[mx.array]
+
+
+class StackingLayer(Layer):
+    """Adds to the skips in the first half of the stack, and takes from them in the second."""
+
+    def __init__(self, width: int, is_first_half: bool):
+        super().__init__(width)
+        self._is_first_half = is_first_half
+
+    def __call__(self, state: State, noted: dict[str, float]) -> State:
+        hidden = super().__call__(state.hidden)
+        if self._is_first_half:
+            state.skips.append(hidden)
+            noted["scale"] = 0.5
+        else:
+            hidden = hidden + state.skips.pop() * noted.pop("scale", 1)
+        return State(hidden, state.skips)
+
+
+class Stacking(Tiny):
+    """Layers hand on objects with slots, append to a deque and a dict that they are given, and take from them."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, **options)
+        self.layers = [StackingLayer(8, 2 * number < num_layers) for number in range(num_layers)]
+
+    def __call__(self, inputs: mx.array) -> mx.array:
+        state, noted = State(self.embed(inputs), deque()), dict[str, float]()
+        for layer in self.layers:
+            state = layer(state, noted)
+        return self.head(self.norm(state.hidden))
+
+
 MENDED = [EncoderDecoder, MixedIn, Projected, Mixed, Nested, Viewed]
 """What modules make between layers is used on both sides of a cut, and no layer is given it."""
 
@@ -565,6 +604,7 @@ CUTTABLE = [
     Stopping,
     Phases,
     Spectral,
+    Stacking,
     *MENDED,
 ]
 
