@@ -102,7 +102,10 @@ def loss_share(
 
 
 def mask_seed(seed: int, step: int, microbatch: int, site: int) -> int:
-    """The state of MLX's random generator in one part of one forward; no cut, schedule or recompute mode changes it."""
+    """The state of MLX's random generator in one part of one forward; no cut, schedule or recompute mode changes it.
+
+    A part is what comes before the layers (site 0), a layer (its number, from 1), or what follows a layer (minus that).
+    """
     name = f"{seed},{step},{microbatch},{site}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 

@@ -112,12 +112,6 @@ def has_dropout(model: nn.Module) -> bool:
     return any(map(_draws, model.modules()))
 
 
-def has_dropout_between(model: nn.Module) -> bool:
-    """Whether it does so outside of its layers."""
-    within = {id(module) for layer in find_layers(model) for module in layer.modules()}
-    return any(_draws(module) for module in model.modules() if id(module) not in within)
-
-
 def _draws(module: nn.Module) -> bool:
     kinds = nn.Dropout | nn.Dropout2d | nn.Dropout3d
     return isinstance(module, kinds) and module.training and getattr(module, "_p_1", 1) != 1

@@ -163,7 +163,10 @@ def masks_of(model: nn.Module, seed: int, step: int, microbatch: int) -> Generat
 
     def around(layer: int, call: Any, /, *args: Any, **kwargs: Any) -> Any:
         mx.random.seed(mask_seed(seed, step, microbatch, layer + 1))
-        return call(*args, **kwargs)
+        result = call(*args, **kwargs)
+        # What is drawn between layers does not depend on how much a layer draws: another stage may run it.
+        mx.random.seed(mask_seed(seed, step, microbatch, -layer - 1))
+        return result
 
     with kept_random_state(), intercepted(find_layers(model), around):
         mx.random.seed(mask_seed(seed, step, microbatch, 0))

@@ -30,7 +30,7 @@ class Replay:
     """
 
     seed_of: Callable[[int], int]
-    """The random state in which a layer is called."""
+    """The random state in which a layer is called, by its number from 1; and that after its call, by minus that."""
 
     def __init__(self, trace: Trace, sites: Container[int], known: Mapping[int, mx.array], end: int) -> None:
         self._trace, self._sites, self._known, self._end = trace, sites, dict(known), end
@@ -69,13 +69,16 @@ class Replay:
         site = recorded.position + 1
         if site >= self._end and all(value in self._known for value in self._wanted):
             raise Reached
-        if site not in self._sites:
-            return self._played(recorded, leaves).put(containers)
         if unit.is_whole:
-            mx.random.seed(self.seed_of(recorded.layer))
-        before = snapshot(containers)
-        result = call(*args, **kwargs)
-        self._keep(unit, recorded, Outcome(result, effects(containers, before)))
+            mx.random.seed(self.seed_of(recorded.layer + 1))
+        if site in self._sites:
+            before = snapshot(containers)
+            result = call(*args, **kwargs)
+            self._keep(unit, recorded, Outcome(result, effects(containers, before)))
+        else:
+            result = self._played(recorded, leaves).put(containers)
+        if unit.is_whole:
+            mx.random.seed(self.seed_of(-recorded.layer - 1))
         return result
 
     def _recorded(self, unit: Unit) -> Call:

@@ -222,7 +222,7 @@ class Segment:
         """
 
         replay = Replay.of_segment(self._cut.look(work.microbatch.inputs).trace, self.sites, boundary)
-        replay.seed_of = lambda layer: mask_seed(work.seed, work.step, work.index, layer + 1)
+        replay.seed_of = lambda site: mask_seed(work.seed, work.step, work.index, site)
         mx.random.seed(mask_seed(work.seed, work.step, work.index, 0))
         try:
             with intercepted(replay.modules, replay.around):

@@ -6,8 +6,8 @@ value is computed from, other values and parameters, follows from that graph, ho
 a tuple, through a dict that layers fill, or by a variable of the model's own forward. Arrays that depend on no
 parameter (masks, positions) are no values: whoever needs them computes them from the tokens.
 
-Where what the model makes between its layers would be made again on both sides of a cut, or a dropout there draws
-masks, the forward runs once more, and what is made by modules between layers becomes values, too.
+Where what the model makes between its layers would be made again on both sides of a cut, the forward runs once more,
+and what is made by modules between layers becomes values, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from pptrain.model import (
     Unit,
     find_layers,
     find_slots,
-    has_dropout_between,
     intercepted,
     replaced,
     units_of,
@@ -54,8 +53,7 @@ def trace(model: nn.Module, tokens: mx.array, is_trained: bool = True) -> Trace:
     slots = list(find_slots(model).values())
     with replaced(slots, [slot.array for slot in slots]):  # a forward may put another array in a parameter's place
         found = _trace_twice(model, tokens, units_of(model), is_trained)
-        # What a dropout makes is made where it is called: the masks that it draws are those after the layer before.
-        if not found.made_between and not has_dropout_between(model):
+        if not found.made_between:
             return found
         closer = _trace_twice(model, tokens, [with_those_between(model, found.units)], is_trained)
         # Not where a module calls layers that it does not hold, which would not be seen within its call.

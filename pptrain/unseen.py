@@ -67,7 +67,7 @@ def _runs(trace: Trace, value: int, sites: Container[int]) -> bool:
 def _built(model: nn.Module, tokens: mx.array, replay: Replay, trace: Trace) -> Made:
     """What one forward makes: layers that are run, what is between them, and at the end the logits."""
     made, calls = Made(), iter(trace.calls)
-    replay.seed_of = lambda layer: 0
+    replay.seed_of = lambda site: 0
 
     def around(number: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         def noted(*args: Any, **kwargs: Any) -> Any:

@@ -549,6 +549,20 @@ class Spectral(Tiny):
         return self.head(self.norm(mx.fft.irfft(spectrum, n=8)))
 
 
+class Skipping(Tiny):
+    """The model draws, before and behind layers that draw, too, which of them it skips, and noise."""
+
+    def __init__(self, num_layers: int = 4, **options: Any):
+        super().__init__(num_layers, dropout=0.3, **options)
+
+    def __call__(self, inputs: mx.array) -> mx.array:
+        hidden = self.embed(inputs)
+        for layer in self.layers:
+            is_run = mx.random.uniform() < 0.5
+            hidden = mx.where(is_run, layer(hidden), hidden) + 0.1 * mx.random.normal(hidden.shape)
+        return self.head(self.norm(hidden))
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     hidden: mx.array
@@ -605,6 +619,7 @@ CUTTABLE = [
     Phases,
     Spectral,
     Stacking,
+    Skipping,
     *MENDED,
 ]
 

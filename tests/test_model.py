@@ -10,7 +10,6 @@ from pptrain.model import (
     find_layers,
     find_slots,
     has_dropout,
-    has_dropout_between,
     intercepted,
     replaced,
     trainable_names,
@@ -145,12 +144,3 @@ def test_what_is_intercepted_is_the_layers_or_else_their_parts():
 
 def test_keys_that_match_no_module_of_any_layer_are_found():
     assert unmatched_keys(tiny(2).layers, ["linear", "liner", "dropout"]) == ["liner"]
-
-
-def test_a_dropout_between_layers_is_told_from_those_within():
-    within, between = tiny(2, dropout=0.2), tiny(2)
-    between.drop = nn.Dropout(0.4)
-    assert (has_dropout(within), has_dropout_between(within)) == (True, False)
-    assert (has_dropout(between), has_dropout_between(between)) == (True, True)
-    between.eval()
-    assert not has_dropout_between(between)
