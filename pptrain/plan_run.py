@@ -112,6 +112,7 @@ def outlined(config: TrainConfig) -> Cut:
     """The model that a config trains, as it is when training starts, without a weight."""
     with kept_random_state():
         model = outline(Path(config.model), config.trust_remote_code)
+        model.train()
         prepare_training(model, config)
         return Cut.of(model, mx.zeros((1, 8), mx.int32), cross_entropy)
 

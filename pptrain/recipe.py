@@ -43,7 +43,7 @@ class Loaded:
 
 
 def load_base(config: TrainConfig, directory: Path | None = None) -> Loaded:
-    """Load the model that a run starts from; no weight is read before somebody evaluates it.
+    """Load the model that a run starts from, in its mode; no weight is read before somebody evaluates it.
 
     Args:
         config: Names the model.
@@ -65,6 +65,7 @@ def load_base(config: TrainConfig, directory: Path | None = None) -> Loaded:
         path = Path(where) if Path(where).exists() else hf_repo_to_path(where)
     except Exception as error:  # whatever mlx-lm, transformers or the hub raise: the cause is in the message
         raise cannot_load(config.model, error) from error
+    model.train(config.train)  # whoever looks at it sees the forward that will run; mlx-lm gives that of evaluation
     return Loaded(model, tokenizer, model_config, path)
 
 
@@ -77,7 +78,7 @@ def cannot_load(model: str, error: Exception) -> ModelError:
 
 
 def prepare_training(model: nn.Module, config: TrainConfig) -> None:
-    """Freeze the model and make trainable what the run trains: adapters, or whole layers. It is in training mode then.
+    """Freeze the model and make trainable what the run trains: adapters, or whole layers.
 
     Raises:
         ConfigError: If LoRA keys match nothing, or more layers are asked for than there are.
@@ -99,7 +100,6 @@ def prepare_training(model: nn.Module, config: TrainConfig) -> None:
         linear_to_lora_layers(
             model, config.num_layers, config.namespace().lora_parameters, use_dora=config.fine_tune_type == "dora"
         )
-    model.train()  # whoever looks at it sees the forward that trains
     if config.resume_adapter_file is not None:
         _load_adapter_file(model, Path(config.resume_adapter_file))
     if not trainable_names(model):

@@ -52,6 +52,12 @@ def test_a_model_is_in_training_mode_before_anybody_looks_at_it(prepared):
     assert all(module.training for module in prepared("4GB").model.modules())
 
 
+@pytest.mark.parametrize(("flags", "is_trained"), [([], True), (["--train", "--test"], True), (["--test"], False)])
+def test_a_base_is_loaded_in_the_mode_of_its_run(demo_directory, flags, is_trained):
+    model = load_base(parse(["--model", str(demo_directory / "model"), "--data", "data", *flags])).model
+    assert {module.training for module in model.modules()} == {is_trained}
+
+
 def test_the_cache_is_cleared_above_the_threshold_after_updates_and_evaluations(cached_bytes):
     assert max(cached_bytes("0")) < 10_000
     assert min(cached_bytes("4GB")) > 100_000
