@@ -19,11 +19,18 @@ _CLASSES = {"ok": "good", "fails on one device": "neutral", "close": "doubtful",
 _STYLE = """
 div { overflow-x: auto; }
 th { white-space: nowrap; }
+td:first-child { overflow-wrap: anywhere; white-space: normal; min-width: 9rem; }
 td.why { overflow-wrap: anywhere; min-width: 20rem; }
 details { font-size: 13px; }
 ul { padding-left: 1.2rem; margin: .3rem 0; }
 tr.good { background: var(--good); } tr.doubtful { background: var(--doubtful); }
 tr.neutral { background: var(--neutral); } tr.bad { background: var(--bad); }
+@media (max-width: 45rem) {
+  tr:has(th) { display: none; }
+  tr, td.why { display: block; } td { display: inline-block; border: 0; } tr { border-bottom: 1px solid var(--line); }
+  td:nth-child(3)::after { content: " cuts"; } td:nth-child(4)::after { content: " runs"; }
+  td:nth-child(5)::after { content: " s"; }
+}
 """
 
 
