@@ -392,10 +392,11 @@ class Pipeline:
         stage_of = {site: stage for stage in range(len(self.placement)) for site in self._sites(stage)}
         for site, owner, name in cut.trace.strangers:
             if stage_of[site] not in {stage_of[c.position + 1] for c in cut.trace.calls if c.layer == owner}:
+                first, last = sorted((owner, site - 1))
                 raise ModelError(
                     f"[model] {type(self.model).__module__} cannot be cut so: layer {site - 1} reads {name}, which is "
                     f"layer {owner}'s, in another stage. Expected layers that read their own parameters. Cut it "
-                    f"elsewhere: layers {owner} to {site - 1} in one stage."
+                    f"elsewhere: layers {first} to {last} in one stage."
                 )
 
     @property

@@ -343,9 +343,10 @@ def _largest(model: nn.Module, microbatches: Sequence[Microbatch]) -> dict[str, 
 
 def _short(error: BaseException) -> str:
     """An error in one line, with the line of a model's code that raised it, and what is noted of it."""
-    text = " ".join(str(error).split())[:300] or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, PptrainError):
-        return text
+        return text  # whole, as what to do stands at its end
+    text = f"{text[:300]} ..." if len(text) > 300 else text
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

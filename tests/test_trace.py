@@ -374,6 +374,14 @@ def test_what_layers_hand_on_unseen_is_refused(kind, reader, layers):
         Pipeline(built(kind), layers=layers).value_and_grad(*batch(4), 2)
 
 
+@pytest.mark.parametrize(("reader", "owner"), [(2, 0), (0, 2)])
+def test_the_layers_that_belong_together_are_named_in_their_order(reader, owner):
+    model = built(Tiny)
+    model.layers[reader] = odd_models.BorrowingLayer(8, model.layers[owner])
+    with pytest.raises(ModelError, match=f"layer {reader} reads .*layer {owner}'s.* layers 0 to 2 in one stage"):
+        Pipeline(model, layers=(1, 3)).value_and_grad(*batch(4), 2)
+
+
 def test_a_layer_may_read_another_layers_weights_within_a_stage():
     model = built(odd_models.Borrowing)
     one = reference.value_and_grad(model, *batch(4), 2)

@@ -69,6 +69,12 @@ def test_a_model_that_a_cut_would_break_is_never_ok(kind):
     assert "layer" in verdict.reason
 
 
+def test_a_reason_of_ours_is_whole_as_what_to_do_stands_at_its_end():
+    verdict = validate(Target("Averaging", lambda: built(odd_models.Averaging)), QUICK)
+    assert len(verdict.reason) > 300
+    assert verdict.reason.endswith(".")
+
+
 def test_a_model_without_layers_cannot_be_cut_whatever_one_device_makes_of_it():
     class Plain(nn.Module):
         def __init__(self):
