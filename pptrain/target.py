@@ -158,6 +158,11 @@ def _of_config(name: str, config: Config, num_layers: int | None, full_size: boo
     if "model_type" not in config:
         raise ConfigError(f"[target] The config of {name} has no model_type. Expected one. Add it.")
     module = _module(str(config["model_type"]))
+    if not hasattr(module, "Model"):
+        raise ConfigError(
+            f"[target] {name} says model_type {config['model_type']!r}, which is a part of mlx-lm and no model. "
+            "Expected the model_type of a model. Correct it."
+        )
     return _from_config(
         name, lambda config: module.Model(module.ModelArgs.from_dict(config)), config, num_layers, full_size
     )
@@ -267,8 +272,19 @@ def refuse_ignored(texts: Sequence[str], num_layers: int | None, full_size: bool
     """Refuse options that some target has no use for.
 
     Raises:
-        ConfigError: If a class has no config to change the size of, or a config has no class.
+        ConfigError: If a class has no config to change the size of, a config has no class, or there are no real sizes.
     """
+    if full_size and num_layers is not None:
+        raise ConfigError(
+            f"[target] --full-size keeps the layers of the config, and --num-layers {num_layers} asks for others. "
+            "Expected one of them. Leave the other out."
+        )
+    types = [text for text in texts if not os.path.exists(text) and not is_class(text) and _is_type(text)]
+    if full_size and types:
+        raise ConfigError(
+            f"[target] --full-size cannot be followed by {types[0]}, a model type, which has no real sizes. Expected "
+            "a config.json, a model directory or a name on the hub. Name one, or leave it out."
+        )
     classes = [text for text in texts if is_class(text)]
     if config is not None and not classes:
         raise ConfigError(
@@ -306,13 +322,17 @@ def _without_arguments(text: str, made: Any) -> Target:
     """Called once here, where a constructor that needs arguments is still the user's mistake and no verdict."""
     try:
         with kept_random_state():
-            made()
+            model: object = made()
     except Exception as error:
         # A model's own code may raise anything.
         raise ConfigError(
             f"[target] {text} was called without arguments and raised {type(error).__name__}: {error}. Expected a "
             "class that takes none, or a config to call it with. Add --config FILE (a config.json)."
         ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"[target] {text} made a {type(model).__name__}. Expected an mlx.nn.Module. Name the class of the model."
+        )
     return Target(text, made)
 
 

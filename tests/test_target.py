@@ -127,6 +127,20 @@ def test_a_size_for_a_class_without_a_config_is_refused(option, capsys):
     assert f"{' '.join(option)} cannot be followed by odd_models:TwoStreams" in capsys.readouterr().err
 
 
+def test_real_sizes_of_what_has_none_are_refused(tmp_path, capsys):
+    assert main(["validate", "llama", "--full-size"]) == 2
+    assert "--full-size cannot be followed by llama, a model type" in capsys.readouterr().err
+    assert main(["validate", str(written(tmp_path, LLAMA)), "--full-size", "--num-layers", "3"]) == 2
+    assert "--full-size keeps the layers of the config, and --num-layers 3" in capsys.readouterr().err
+
+
+def test_what_makes_no_model_is_a_mistake(tmp_path):
+    with pytest.raises(ConfigError, match=r"collections:OrderedDict made a OrderedDict. Expected an mlx.nn.Module"):
+        find_target("collections:OrderedDict")
+    with pytest.raises(ConfigError, match="says model_type 'base', which is a part of mlx-lm and no model"):
+        find_target(str(written(tmp_path, {**LLAMA, "model_type": "base"})))
+
+
 def test_a_config_without_a_class_is_refused(tmp_path, capsys):
     assert main(["validate", "llama", "--config", str(written(tmp_path, LLAMA))]) == 2
     assert "is for `module:Class`, and there is none in llama" in capsys.readouterr().err
