@@ -366,13 +366,10 @@ class Pipeline:
         An evaluation changes nothing of what is settled for training: in its mode a forward may go another way.
         """
         compile = self._compile if self._compile is not None else mx.default_device() == mx.gpu
-        # Masks are drawn from seeds that a compiled function would freeze.
-        draws = has_dropout(self.model)
-        compile = compile and not draws
         slots = find_slots(self.model).items()
         places = tuple((name, id(slot.container), slot.array.dtype) for name, slot in slots)
         modes = tuple(module.training for module in self.model.modules())
-        key = (trainable_names(self.model), places, modes, compile, draws)
+        key = (trainable_names(self.model), places, modes, compile, has_dropout(self.model))
         there = [self._settled[of] for of in (is_trained, True) if of in self._settled]
         found = next((settled for settled in there if settled.key == key), None)
         self._settled[is_trained] = found or self._settled_now(key, compile, is_trained)

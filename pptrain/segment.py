@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from pptrain.errors import ModelError
 from pptrain.microbatch import Microbatch, TokenLoss, loss_share, mask_seed
-from pptrain.model import Boundary, Slot, Specs, find_slots, has_dropout, intercepted, replaced, trainable_names
+from pptrain.model import Boundary, Slot, Specs, find_slots, intercepted, replaced, trainable_names
 from pptrain.replay import Reached, Replay
 from pptrain.trace import trace
 from pptrain.unseen import refuse_unseen
@@ -121,15 +121,21 @@ class Cut:
 
     @staticmethod
     def of(model: nn.Module, tokens: mx.array, loss: TokenLoss, compile: bool = False, is_trained: bool = True) -> Cut:
-        """Look at the model as it is now; `tokens` `[microbatch_size, seq]` are of any shape that it takes."""
+        """Look at the model as it is now; `tokens` `[microbatch_size, seq]` are of any shape that it takes.
+
+        Where its forward draws random numbers, nothing is compiled: a compiled function would freeze the seeds.
+        """
+        state: Any = mx.random.state
+        before = state[0]
         found = trace(model, tokens, is_trained)
+        draws = state[0] is not before
         refuse_unseen(model, found, tokens)
-        if has_dropout(model) and not all(unit.is_whole for unit in found.units):
+        if draws and not all(unit.is_whole for unit in found.units):
             raise ModelError(
                 f"[dropout] {type(model).__module__} calls the parts of its layers and not the layers, so that no "
-                "masks can be drawn for each layer. Expected a model without dropout. Use dropout 0."
+                "random numbers can be drawn for each layer. Expected a model without dropout or noise. Use dropout 0."
             )
-        return Cut(model, found, trainable_names(model), loss, compile, is_trained)
+        return Cut(model, found, trainable_names(model), loss, compile and not draws, is_trained)
 
     def look(self, tokens: mx.array) -> Look:
         """What the model does with tokens of this shape; kept for each of the last shapes."""
@@ -316,7 +322,7 @@ class Segment:
         frozen: list[mx.array],
     ) -> tuple[Boundary, Boundary, list[mx.array]]:
         """Output, cotangents of the boundary, and gradients, as a function of nothing but its arguments."""
-        # No random mask is drawn here (see `Pipeline`), so seed, step and index do not matter.
+        # Nothing random is drawn here (see `Cut.of`), so seed, step and index do not matter.
         work = Work(Microbatch(tokens, lengths), 0, num_tokens, 0, 0)
         with replaced(self._frozen, frozen):
             return self._vjp(work, boundary, cotangents, weights)

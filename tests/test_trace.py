@@ -13,8 +13,9 @@ from pptrain import Pipeline, reference
 from pptrain.errors import ModelError
 from pptrain.job import warn_of_order
 from pptrain.lazy import mentions
-from pptrain.microbatch import cut
+from pptrain.microbatch import cross_entropy, cut
 from pptrain.model import ArraySpec
+from pptrain.segment import Cut
 from pptrain.trace import count_layers, trace
 
 TOKENS = mx.zeros((2, 5), mx.int32)
@@ -396,3 +397,16 @@ def test_a_model_that_calls_none_of_its_layers_is_refused():
 
     with pytest.raises(ModelError, match="none of its layers is called"):
         trace(Idle(2), TOKENS)
+
+
+def test_a_forward_that_draws_is_not_compiled_and_that_is_seen_and_not_asked_of_its_modules():
+    class Noisy(Tiny):
+        def __call__(self, tokens):
+            logits = super().__call__(tokens)
+            return logits + mx.random.normal(logits.shape)
+
+    cuts_of = [
+        Cut.of(built(kind, **more), TOKENS, cross_entropy, compile=True)
+        for kind, more in [(Tiny, {}), (Tiny, {"dropout": 0.2}), (Noisy, {})]
+    ]
+    assert [cut.compile for cut in cuts_of] == [True, False, False]
