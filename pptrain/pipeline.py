@@ -232,9 +232,9 @@ class Pipeline:
         starts = [layers.start for layers in self._ranges[1:]]
         return [layer for layer in starts if not self._known.cut.keeps_order(layer + 1)]
 
-    def stage(self, stage: int) -> Stage:
-        """A local stage, after the first call that ran it."""
-        return self._known.stages[stage]
+    def stage(self, stage: int, is_trained: bool = True) -> Stage:
+        """A local stage as training runs it, or as evaluation does, after the first call that ran it."""
+        return (self._known if is_trained else self._settled[False]).stages[stage]
 
     def own_names(self, rank: int) -> list[str]:
         """Every parameter, frozen or not, that a rank's stages read; known after the first call or `load`."""

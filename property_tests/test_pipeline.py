@@ -411,9 +411,10 @@ def test_evaluation_has_one_device_s_loss_and_leaves_everything_as_it_was(
 ):
     model, adam = case.model.build(), optimizer.build()
     pipeline, microbatches = pipeline_of(model, case), [batch.microbatch for batch in other]
+    num_stages = len(case.layers)
 
     def kept() -> list[tuple[int, int]]:
-        stages = [pipeline.stage(s) for s in range(len(case.layers))]
+        stages = [pipeline.stage(s) for s in range(num_stages)]
         return [(stage.max_live_residuals, stage.num_live_residuals) for stage in stages]
 
     def evaluate() -> None:
@@ -424,6 +425,7 @@ def test_evaluation_has_one_device_s_loss_and_leaves_everything_as_it_was(
         assert bits(mx.random.state[0]) == random_state
         assert model.training
         assert kept() == residuals
+        assert [pipeline.stage(s, is_trained=False).max_live_residuals for s in range(num_stages)] == [0] * num_stages
 
     twin, twin_adam = case.model.build(), optimizer.build()
     undisturbed = pipeline_of(twin, case)
