@@ -53,9 +53,7 @@ class ReaderLayer(Layer):
 class ReadsTwoBefore(Tiny):
     """A layer reads the output of the layer two before it."""
 
-    def __init__(self, num_layers: int = 4, **options: Any):
-        super().__init__(num_layers, **options)
-        self.layers = [ReaderLayer(8) for _ in range(num_layers)]
+    layer_kind = ReaderLayer
 
     def __call__(self, tokens: mx.array) -> mx.array:
         made = [self.embed(tokens)]
@@ -93,9 +91,7 @@ class StateLayer(Layer):
 class Everything(Tiny):
     """A float, an integer, a number and None are handed on; the first layer's value and the embedding go to all."""
 
-    def __init__(self, num_layers: int = 4, **options: Any):
-        super().__init__(num_layers, **options)
-        self.layers = [StateLayer(8) for _ in range(num_layers)]
+    layer_kind = StateLayer
 
     def __call__(self, tokens: mx.array) -> mx.array:
         skip, store = self.embed(tokens), dict[str, mx.array]()
@@ -198,8 +194,8 @@ class Overwriting(Tiny):
 
 
 class ScratchLayer(Layer):
-    def __init__(self, hidden: int):
-        super().__init__(hidden)
+    def __init__(self, hidden: int, dropout: float = 0.0):
+        super().__init__(hidden, dropout)
         self._doubled = None
 
     def __call__(self, hidden: mx.array) -> mx.array:
@@ -212,9 +208,7 @@ class ScratchLayer(Layer):
 class Scratch(Tiny):
     """Layers keep what they make anew at each call, and change their input, which nobody uses any more."""
 
-    def __init__(self, num_layers: int = 4, **options: Any):
-        super().__init__(num_layers, **options)
-        self.layers = [ScratchLayer(8) for _ in range(num_layers)]
+    layer_kind = ScratchLayer
 
 
 class RememberingLayer(Layer):
@@ -313,9 +307,7 @@ class InTurnLayer(Layer):
 class InTurn(Tiny):
     """What the first layer makes is read behind the stack twice: one device adds all layers' terms in between."""
 
-    def __init__(self, num_layers: int = 4, **options: Any):
-        super().__init__(num_layers, **options)
-        self.layers = [InTurnLayer(8) for _ in range(num_layers)]
+    layer_kind = InTurnLayer
 
     def __call__(self, tokens: mx.array) -> mx.array:
         hidden, side = self.embed(tokens), None
@@ -454,9 +446,7 @@ class StoppingLayer(Layer):
 class Stopping(Tiny):
     """Layers hand on what they make, with its gradient stopped and as it is."""
 
-    def __init__(self, num_layers: int = 4, **options: Any):
-        super().__init__(num_layers, **options)
-        self.layers = [StoppingLayer(8) for _ in range(num_layers)]
+    layer_kind = StoppingLayer
 
     def __call__(self, tokens: mx.array) -> mx.array:
         hidden = self.embed(tokens)
@@ -476,9 +466,7 @@ class PhaseLayer(Layer):
 class Phases(Tiny):
     """A complex state is handed on beside the hidden one."""
 
-    def __init__(self, num_layers: int = 4, **options: Any):
-        super().__init__(num_layers, **options)
-        self.layers = [PhaseLayer(8) for _ in range(num_layers)]
+    layer_kind = PhaseLayer
 
     def __call__(self, tokens: mx.array) -> mx.array:
         hidden, phase = self.embed(tokens), mx.ones((*tokens.shape, 8), mx.complex64)
@@ -538,9 +526,7 @@ class SpectralLayer(Layer):
 class Spectral(Tiny):
     """Layers hand on complex numbers."""
 
-    def __init__(self, num_layers: int = 4, **options: Any):
-        super().__init__(num_layers, **options)
-        self.layers = [SpectralLayer(8) for _ in range(num_layers)]
+    layer_kind = SpectralLayer
 
     def __call__(self, inputs: mx.array) -> mx.array:
         spectrum = mx.fft.rfft(self.embed(inputs))
@@ -694,8 +680,8 @@ class TwoModes(Tiny):
 class CachingLayer(Layer):
     """In evaluation keeps what it makes of a weight, as long as the weight stays."""
 
-    def __init__(self, width: int):
-        super().__init__(width)
+    def __init__(self, width: int, dropout: float = 0.0):
+        super().__init__(width, dropout)
         self.weight = mx.ones((width,))
         self._scale: mx.array | None = None
         self._made_of: mx.array | None = None
@@ -709,16 +695,14 @@ class CachingLayer(Layer):
 
 
 class Caching(Tiny):
-    def __init__(self, num_layers: int = 4, **options: Any):
-        super().__init__(num_layers, **options)
-        self.layers = [CachingLayer(8) for _ in range(num_layers)]
+    layer_kind = CachingLayer
 
 
 class LongLayer(Layer):
     """Adds what a second module makes, where there are more tokens than a model is looked at with first."""
 
-    def __init__(self, width: int):
-        super().__init__(width)
+    def __init__(self, width: int, dropout: float = 0.0):
+        super().__init__(width, dropout)
         self.long = nn.Linear(width, width)
 
     def __call__(self, hidden: mx.array) -> mx.array:
@@ -729,9 +713,7 @@ class LongLayer(Layer):
 class Longer(Tiny):
     """Long sequences read parameters of layers that short ones do not, as an indexer's."""
 
-    def __init__(self, num_layers: int = 4, **options: Any):
-        super().__init__(num_layers, **options)
-        self.layers = [LongLayer(8) for _ in range(num_layers)]
+    layer_kind = LongLayer
 
 
 class LongerHead(Tiny):
@@ -825,9 +807,7 @@ class PostponingLayer(Layer):
 class Postponing(Tiny):
     """Layers return closures over what they make."""
 
-    def __init__(self, num_layers: int = 4, **options: Any):
-        super().__init__(num_layers, **options)
-        self.layers = [PostponingLayer(8) for _ in range(num_layers)]
+    layer_kind = PostponingLayer
 
     def __call__(self, inputs: mx.array) -> mx.array:
         hidden = self.embed(inputs)
@@ -844,9 +824,7 @@ class IteratingLayer(Layer):
 class Iterating(Tiny):
     """Layers return iterators, each of which gives what it has once."""
 
-    def __init__(self, num_layers: int = 4, **options: Any):
-        super().__init__(num_layers, **options)
-        self.layers = [IteratingLayer(8) for _ in range(num_layers)]
+    layer_kind = IteratingLayer
 
     def __call__(self, inputs: mx.array) -> mx.array:
         hidden = self.embed(inputs)

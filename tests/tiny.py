@@ -30,12 +30,14 @@ class Layer(nn.Module):
 class Tiny(nn.Module):
     """Embedding, layers, norm and head: the least that is a language model."""
 
+    layer_kind: type[nn.Module] = Layer
+
     def __init__(
         self, num_layers: int = 4, *, hidden: int = 8, vocab: int = VOCAB, tied: bool = False, dropout: float = 0.0
     ):
         super().__init__()
         self.embed = nn.Embedding(vocab, hidden)
-        self.layers = [Layer(hidden, dropout) for _ in range(num_layers)]
+        self.layers = [self.layer_kind(hidden, dropout) for _ in range(num_layers)]
         self.norm = nn.RMSNorm(hidden)
         if not tied:
             self.head = nn.Linear(hidden, vocab, bias=False)
