@@ -7,6 +7,9 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
+EVALUATED = "Attempting to eval an array during function transformations"
+"""MLX's words where a function that it compiles looks at a number."""
+
 
 @contextmanager
 def compiling() -> Generator[None]:

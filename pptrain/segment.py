@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from pptrain.compiling import EVALUATED
 from pptrain.errors import ModelError
 from pptrain.microbatch import Microbatch, TokenLoss, loss_share, mask_seed
 from pptrain.model import Boundary, Slot, Specs, find_slots, intercepted, replaced, trainable_names
@@ -27,9 +28,6 @@ from pptrain.values import Trace
 
 _MAX_SHAPES = 8
 """Compiled functions and boundaries are kept for so many shapes, so that ragged data do not fill the memory."""
-
-_EVALUATED = "Attempting to eval an array during function transformations"
-"""MLX's words where a function that it compiles looks at a number."""
 
 
 def _cannot_be_compiled(model: nn.Module) -> str:
@@ -264,7 +262,7 @@ class Segment:
         try:
             output, *backward = function(m.tokens, m.lengths, work.num_tokens, boundary, cotangents, weights, frozen)
         except ValueError as error:
-            if _EVALUATED not in str(error):
+            if EVALUATED not in str(error):
                 raise
             raise ModelError(_cannot_be_compiled(self._cut.model)) from error
         return output, Graph(*backward)

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +17,9 @@ Config = dict[str, Any]
 
 LAYER_FIELDS = ("num_hidden_layers", "num_layers", "num_transformer_layers", "n_layers", "n_layer")
 """How configs name the number of layers."""
+
+_OTHER_SENSES = re.compile("vision|audio")
+"""Whose configs say nothing of the language model's layers."""
 
 _SIZES: tuple[tuple[str, Any], ...] = (
     # The first pattern that matches the whole name of a field decides. Widths are multiples of 32, for quantization.
@@ -194,6 +197,28 @@ def shrunk(config: Mapping[str, Any], num_layers: int, around: Mapping[str, Any]
 def count_layers_of(config: Mapping[str, Any]) -> int | None:
     """How many layers a config says that there are; None if it does not."""
     return next((value for key, value in config.items() if key in LAYER_FIELDS and isinstance(value, int)), None)
+
+
+def count_layers_within(config: Mapping[str, Any]) -> int | None:
+    """How many layers a config says that there are, itself or in what it holds; None if it does not."""
+    inner = [config.get("text_config"), *(value for key, value in config.items() if not _OTHER_SENSES.match(key))]
+    inside = (count_layers_within(value) for value in inner if isinstance(value, dict))
+    return count_layers_of(config) or next((count for count in inside if count), None)
+
+
+def with_defaults(config: Mapping[str, Any], arguments_of: Callable[[object], type | None]) -> Config:
+    """A config with the whole numbers that are defaults of its argument class, so that they are shrunk as well.
+
+    Args:
+        config: It and what it holds have them by their own model types.
+        arguments_of: The argument class by a model type; None if there is none.
+    """
+    given = {k: with_defaults(v, arguments_of) if isinstance(v, Mapping) else v for k, v in config.items()}
+    arguments = arguments_of(config.get("model_type"))
+    known = LAYER_FIELDS if count_layers_within(config) else ()
+    fields = dataclasses.fields(arguments) if arguments and dataclasses.is_dataclass(arguments) else ()
+    defaults = {field.name: field.default for field in fields if type(field.default) is int}
+    return {name: value for name, value in defaults.items() if name not in known} | given
 
 
 def _shrunk(key: str, value: Any, config: Mapping[str, Any], real: int | None, small: int) -> Any:

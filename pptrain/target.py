@@ -8,13 +8,12 @@ import io
 import json
 import os
 import pkgutil
-import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -27,11 +26,9 @@ import mlx.nn as nn
 import mlx_lm.models
 from mlx_lm.utils import MODEL_REMAPPING
 
-from pptrain.compiling import compiling
 from pptrain.errors import ConfigError
-from pptrain.invent import TINY, count_parameters, invented_model
+from pptrain.invent import invented_model
 from pptrain.microbatch import kept_random_state
-from pptrain.model import find_slots
 from pptrain.pattern import FEWEST, kinds_of, layers_to_show
 from pptrain.quantization import (
     MODES,
@@ -43,16 +40,13 @@ from pptrain.quantization import (
     quantize,
     some,
 )
-from pptrain.shrink import LAYER_FIELDS, Config, count_layers_of, shrunk
-from pptrain.trace import SAMPLE
+from pptrain.shrink import Config, count_layers_within, shrunk, with_defaults
+from pptrain.sound import refuse_broken, refuse_misread, refuse_misshapen
 
 _PATIENCE_SECONDS = 5.0
 
 _DEPTH = 24
 """Layers in which a pattern is looked for where there is no real config."""
-
-_OTHER_SENSES = re.compile("vision|audio")
-"""Whose configs say nothing of the language model's layers."""
 
 
 def _to_4_bits(model: nn.Module) -> Quantization:
@@ -157,21 +151,45 @@ def of_type(name: str, num_layers: int | None = None) -> Target:
 def _of_config(name: str, config: Config, num_layers: int | None, full_size: bool) -> Target:
     if "model_type" not in config:
         raise ConfigError(f"[target] The config of {name} has no model_type. Expected one. Add it.")
-    module = _module(str(config["model_type"]))
+    try:
+        module = _module(str(config["model_type"]))
+    except ImportError:  # of what it needs, which is a verdict
+        return replace(of_type(str(config["model_type"])), name=name)
     if not hasattr(module, "Model"):
         raise ConfigError(
             f"[target] {name} says model_type {config['model_type']!r}, which is a part of mlx-lm and no model. "
             "Expected the model_type of a model. Correct it."
         )
     return _from_config(
-        name, lambda config: module.Model(module.ModelArgs.from_dict(config)), config, num_layers, full_size
+        name,
+        lambda config: module.Model(module.ModelArgs.from_dict(config)),
+        with_defaults(config, _arguments_of),
+        num_layers,
+        full_size,
+        lambda: invented_model(module, FEWEST),
     )
 
 
+def _arguments_of(model_type: object) -> type | None:
+    """The argument class of a module of mlx-lm by its model type; None if there is none."""
+    with suppress(ImportError, ConfigError):
+        return getattr(_module(str(model_type)), "ModelArgs", None) if _is_type(str(model_type)) else None
+    return None
+
+
 def _from_config(
-    name: str, build: Callable[[Config], nn.Module], config: Config, num_layers: int | None, full_size: bool
+    name: str,
+    build: Callable[[Config], nn.Module],
+    config: Config,
+    num_layers: int | None,
+    full_size: bool,
+    made_up: Callable[[], nn.Module] | None = None,
 ) -> Target:
-    """What is built from a config of its own, so that a constructor may change it."""
+    """What is built from a config of its own, so that a constructor may change it.
+
+    Args:
+        made_up: Makes a model of the same kind with made-up values, if there is a way.
+    """
 
     def make(count: int) -> nn.Module:
         return build(shrunk(deepcopy(config), count))
@@ -182,75 +200,20 @@ def _from_config(
             Target(name, lambda: model, config).quantize(model)
         return model
 
+    def real() -> nn.Module:
+        return build(deepcopy(config))
+
     with suppress(ValueError):  # of weights that mlx-lm does not read; the variant that quantizes will say so
         quantization_of(config)
+    refuse_broken(name, real, made_up)
     if full_size:
-        return Target(name, lambda: build(deepcopy(config)), config, is_full_size=True)
-    known = _count_layers_of(config)
+        return Target(name, real, config, is_full_size=True)
+    known = count_layers_within(config)
     show = quantized if "quantization" in config else make
     count = num_layers or min(_layers_to_show(show, known or _DEPTH), known or _DEPTH)
-    _refuse_misread(name, lambda: make(count), config, count)
-    _refuse_misshapen(name, lambda: make(count), lambda: build(deepcopy(config)))
-    return Target(name, lambda: make(count), config, real=lambda: build(deepcopy(config)))
-
-
-def _count_layers_of(config: Config) -> int | None:
-    """How many layers a config says that there are, itself or in what it holds."""
-    inner = [config.get("text_config"), *(value for key, value in config.items() if not _OTHER_SENSES.match(key))]
-    inside = (_count_layers_of(value) for value in inner if isinstance(value, dict))
-    return count_layers_of(config) or next((count for count in inside if count), None)
-
-
-def _refuse_misread(name: str, make: Callable[[], nn.Module], config: Config, num_layers: int) -> None:
-    """Refuse a tiny model that is none, where its config gives sizes by names that are not known; nothing is evaluated.
-
-    Raises:
-        ConfigError: If it has another number of layers or is large.
-    """
-    try:
-        with kept_random_state():
-            model = make()
-            found, size = len(getattr(model, "layers", None) or []), count_parameters(model)
-    except Exception:
-        return  # A model's own code may raise anything, and will again, where that is looked at.
-    if found and found != num_layers:
-        said = _count_layers_of(config) or "by no known name how many"
-        raise ConfigError(
-            f"[target] {name} has {found} layers where {num_layers} were asked for: its config says {said}. Expected "
-            f"one of {', '.join(LAYER_FIELDS)}, and no more asked for than there are. Name it so, or try the config as "
-            "it is with --full-size."
-        )
-    if size > TINY:
-        raise ConfigError(
-            f"[target] {name} shrunk to {num_layers} layers has {size} parameters; the largest is "
-            f"{_largest_of(model)}. Expected at most {TINY}: its config has sizes by names that are not known. "
-            "Give these small values, or try the config as it is with --full-size."
-        )
-
-
-def _refuse_misshapen(name: str, make: Callable[[], nn.Module], real: Callable[[], nn.Module]) -> None:
-    """Refuse a tiny model that fails where one of the real sizes does not; nothing of that is computed.
-
-    Raises:
-        ConfigError: If shrinking made what the model cannot be made or run with.
-    """
-    error = _fault_of(make)
-    if error is not None and _fault_of(real) is None:
-        raise ConfigError(
-            f"[target] {name} cannot be shrunk: with small sizes it raises {type(error).__name__}: "
-            f"{str(error).rstrip('.')}; with those of its config it does not. Expected sizes by names that are known "
-            "and that may be small. Give a config whose sizes are small themselves, and --full-size."
-        ) from error
-
-
-def _fault_of(make: Callable[[], nn.Module]) -> Exception | None:
-    """What is raised where a model is made and given tokens, which is built and not evaluated."""
-    try:
-        with kept_random_state(), compiling():
-            mx.compile(make().__call__)(mx.zeros(SAMPLE, mx.int32))
-    except Exception as error:
-        return error  # a model's own code may raise anything
-    return None
+    refuse_misread(name, lambda: make(count), count, known)
+    refuse_misshapen(name, lambda: make(count), real)
+    return Target(name, lambda: make(count), config, real=real)
 
 
 def _layers_to_show(make: Callable[[int], nn.Module], depth: int) -> int:
@@ -411,9 +374,3 @@ def _answers(url: str) -> bool:
             return True
     except OSError:
         return False
-
-
-def _largest_of(model: nn.Module) -> str:
-    """A model's largest parameter: its name and its shape."""
-    name, slot = max(find_slots(model).items(), key=lambda item: item[1].array.size)
-    return f"{name} {slot.array.shape}"

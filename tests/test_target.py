@@ -302,6 +302,54 @@ def test_a_model_that_fails_with_its_real_sizes_too_fails_on_one_device(own, tmp
     assert "fails on one device" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("full_size", [False, True])
+@pytest.mark.parametrize(
+    ("broken", "raised"),
+    [
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "n_heads must be a multiple of n_kv_heads"),
+        ({"hidden_size": -64}, "ValueError"),
+        ({"hidden_size": "64"}, "TypeError"),
+        ({"num_hidden_layers": -3}, "is not in list"),
+    ],
+)
+def test_a_config_of_which_no_model_can_be_made_is_a_mistake_and_no_verdict(broken, raised, full_size, tmp_path):
+    """Small sizes would mend the first: of 4 heads 3 is a number, of 4 heads 2 divide them."""
+    config = written(tmp_path, {**LLAMA, "hidden_size": 64, "vocab_size": 96, **broken})
+    with pytest.raises(ConfigError, match=rf"its.json makes no model: .*{raised}.*Correct the config") as error:
+        find_target(str(config), full_size=full_size)
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("model_type", ["bitnet", "olmo"])  # Metal only; a package that is not installed
+def test_a_config_of_a_module_that_fails_with_any_values_is_a_verdict(model_type, tmp_path, capsys):
+    config = written(tmp_path, {**LLAMA, "model_type": model_type, "rope_theta": 10000.0})
+    assert main(["validate", str(config), "--quick"]) == 0
+    assert "fails on one device" in capsys.readouterr().out
+
+
+def test_a_class_that_cannot_be_made_from_its_config_is_a_mistake(own, tmp_path):
+    config = written(tmp_path, {**LLAMA, "hidden_size": 100})
+    with pytest.raises(ConfigError, match=r":Wide makes no model: .*ValueError: a width of 100\. Expected"):
+        find_target(f"{own}_args:Wide", config=config)
+
+
+def test_sizes_that_a_config_leaves_to_its_model_are_shrunk_too(tmp_path):
+    """As the real one of gemma3, which gives neither heads nor vocabulary."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    args = (
+        find_target(str(written(tmp_path, {"model_type": "gemma3", "text_config": text}))).build().language_model.args
+    )
+    small = (args.vocab_size, args.hidden_size, args.intermediate_size, args.num_attention_heads, args.head_dim)
+    assert (small, args.num_key_value_heads, args.sliding_window) == ((96, 64, 96, 4, 16), 1, 4)
+    assert args.query_pre_attn_scalar == 256, "no size"
+
+
+def test_a_number_of_layers_that_is_a_default_counts(tmp_path):
+    mini = {key: value for key, value in LLAMA.items() if key != "num_hidden_layers"}
+    config = written(tmp_path, {**mini, "model_type": "gemma3_text", "head_dim": 16})
+    assert len(find_target(str(config)).build().layers) == 14, "of 26 layers each sixth has no window: 2 x 6 and 2"
+
+
 # -- quantized ---------------------------------------------------------------------------------------------------------
 
 WIDE = {"group_size": 64, "bits": 4}
