@@ -19,19 +19,23 @@ Fact = tuple[str, Hashable]
 """Something that is so for a layer: where it stands, and what."""
 
 
-def layers_to_show(kinds: Sequence[Hashable]) -> int:
+def layers_to_show(kinds: Sequence[Hashable]) -> list[int]:
     """The fewest layers that show what repeats twice, with what comes before and after it, cut short at its end or not.
 
-    Where nothing repeats at least three times, or where that takes more than `MOST`, it is `MOST` or all layers.
+    What comes after it is at the same place of a period as it was. Where nothing repeats at least three times, or
+    where that takes more than `MOST`, they are the first `MOST` or all.
     """
-    total, needed = len(kinds), len(kinds)
+    total = len(kinds)
+    shown = list(range(total))
     for period in range(1, total // 3 + 1):
         same = [a == b for a, b in zip(kinds, kinds[period:], strict=False)]
         for start, stop in _runs(same):
             repeated = stop - start + period
-            if repeated >= 3 * period:
-                needed = min(needed, total - repeated + 2 * period + repeated % period)
-    return min(max(needed, FEWEST), MOST)
+            left_out = max(0, min(repeated // period - 2, (total - FEWEST) // period)) * period
+            if repeated >= 3 * period and total - left_out < len(shown):
+                end = start + repeated - left_out
+                shown = [*range(end), *range(end + left_out, total)]
+    return shown if len(shown) <= MOST else shown[:MOST]
 
 
 def kinds_of(model: nn.Module) -> list[frozenset[Fact]]:

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -93,6 +93,9 @@ _PATTERN = re.compile(
 )
 """Sizes that say which layers are alike: in a real config they stay."""
 
+_SHARING = re.compile(r"num_kv_reuse_layers|num_kv_shared_layers")
+"""Numbers of layers that share something with others: in a real config the same part of all stays."""
+
 
 _HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads")
 
@@ -103,7 +106,10 @@ _PARTS_OF_HEADS: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"(swa_num|num_swa)_key_value_heads",
         ("swa_num_attention_heads", "num_swa_attention_heads", *_HEADS),
     ),
-    (r"num_(global_)?key_value_heads|(n|num)_kv_heads|kv_n_heads|num_attention_groups|n_shared_head", _HEADS),
+    (
+        r"num_(global_)?key_value_heads|(n|num)_kv_heads|kv_n_heads|num_attention_groups|n_shared_head|n_heads_in_group",
+        _HEADS,
+    ),
 )
 
 _ROPE: Config = {
@@ -178,20 +184,26 @@ def tiny_config(module: ModuleType, arguments: type, num_layers: int, completion
     return {key: value for key, value in config.items() if value is not dataclasses.MISSING}
 
 
-def shrunk(config: Mapping[str, Any], num_layers: int, around: Mapping[str, Any] | None = None) -> Config:
+def shrunk(config: Mapping[str, Any], layers: Sequence[int], around: Mapping[str, Any] | None = None) -> Config:
     """A real config with small sizes: patterns, ratios of heads, switches and scalings stay.
 
-    Lists with one entry for each layer are cut to as many as there are now; so are lists of layer numbers.
+    Lists with one entry for each layer keep those of the layers that stay; lists of layer numbers get their new ones.
 
     Args:
         config: The real one.
-        num_layers: At most so many stay.
-        around: The config that this one is a part of, which may have the number of heads.
+        layers: Those that stay, of as many as there are.
+        around: The config that this one is a part of, which may have the number of heads and of layers.
     """
-    real = count_layers_of(config)
-    small = min(num_layers, real or num_layers)
     known = {**(around or {}), **config}
-    return {key: _shrunk(key, value, known, real, small) for key, value in config.items()}
+    real = count_layers_of(config) or count_layers_of(known)
+    kept = [layer for layer in layers if real is None or layer < real]
+    first = _first_number(config, real)
+    tiny = {key: _shrunk(key, value, known, real, kept, first) for key, value in config.items()}
+    before, after = _rotated(known), _rotated({**known, **tiny})
+    if before and after:
+        for key in ("rope_scaling", "rope_parameters"):
+            tiny |= {key: _with_factors(tiny[key], after / before)} if isinstance(tiny.get(key), Mapping) else {}
+    return tiny
 
 
 def count_layers_of(config: Mapping[str, Any]) -> int | None:
@@ -221,20 +233,65 @@ def with_defaults(config: Mapping[str, Any], arguments_of: Callable[[object], ty
     return {name: value for name, value in defaults.items() if name not in known} | given
 
 
-def _shrunk(key: str, value: Any, config: Mapping[str, Any], real: int | None, small: int) -> Any:
+def _shrunk(key: str, value: Any, config: Mapping[str, Any], real: int | None, kept: Sequence[int], first: int) -> Any:
     if isinstance(value, Mapping):
-        return shrunk(value, small, config) if key != "rope_scaling" else value
-    if isinstance(value, list | str) and real and len(value) == real:
-        return value[:small]
-    if isinstance(value, list) and real and key.endswith(("layers", "idx", "idxs", "ids")):
-        return [entry for entry in value if not isinstance(entry, int) or entry < small]
+        return shrunk(value, kept, config) if key != "rope_scaling" else value
+    if isinstance(value, str) and real == len(value) and "pattern" in key:
+        return "".join(value[layer] for layer in kept)
+    if isinstance(value, list) and real == len(value):
+        return _for_layers(key, [value[layer] for layer in kept], config, kept)
+    if isinstance(value, list) and real and key.endswith(("layers", "idx", "idxs")):
+        return _renumbered(value, kept, first)
     if isinstance(value, bool) or not isinstance(value, int) or _PATTERN.fullmatch(key):
         return value
+    if real and value and _SHARING.fullmatch(key):
+        return min(max(1, round(value * len(kept) / real)), len(kept) - 1)
     heads = _heads_around(key, config)
     if heads is not None:
         return _tiny_part(value, heads)
-    tiny = _tiny(key, value, small)
+    tiny = _tiny(key, value, len(kept))
     return value if not isinstance(tiny, int) else min(tiny, value)
+
+
+def _renumbered(numbers: Sequence[Any], kept: Sequence[int], first: int) -> list[Any]:
+    """A list of layer numbers; those that count from the end, and what is no number, stay."""
+    places = {layer + first: place + first for place, layer in enumerate(kept)}
+    found = [places.get(entry) if isinstance(entry, int) and entry >= 0 else entry for entry in numbers]
+    return [entry for entry, before in zip(found, numbers, strict=True) if entry is not None or before is None]
+
+
+def _first_number(config: Mapping[str, Any], real: int | None) -> int:
+    """What its lists of layer numbers count from: one where they, together, name a layer so many and none zero."""
+    lists = [value for key, value in config.items() if key.endswith("layers") and isinstance(value, list)]
+    return int(any(real in numbers for numbers in lists) and not any(0 in numbers for numbers in lists))
+
+
+def _for_layers(key: str, values: Any, config: Mapping[str, Any], kept: Sequence[int]) -> Any:
+    """What a list says of each layer that is left: sizes are as many times the largest as they were."""
+    if all(isinstance(value, Mapping) for value in values):
+        return [shrunk(value, kept, config) for value in values]
+    most = _tiny(key, None, len(kept))
+    if "head" in key or not isinstance(most, int) or not all(type(value) is int for value in values):
+        return values
+    largest, unit = max([1, *values]), 32 if most > 32 else 1
+    return [min(value, max(unit, round(most * value / largest / unit) * unit)) for value in values]
+
+
+def _rotated(config: Mapping[str, Any]) -> float | None:
+    """A width that the rotary embedding's is a fixed part of; None if it is not known."""
+    width = config.get("qk_rope_head_dim") or config.get("head_dim")
+    hidden, heads = config.get("hidden_size"), next((config[name] for name in _HEADS if config.get(name)), None)
+    return width or (hidden / heads if hidden and heads else None)
+
+
+def _with_factors(scaling: Mapping[str, Any], ratio: float) -> Config:
+    """A rotary embedding's scaling, with the factors for each of its frequencies thinned out."""
+
+    def thinned(factors: list[Any]) -> list[Any]:
+        count = round(len(factors) * ratio)
+        return [factors[i * len(factors) // count] for i in range(count)]
+
+    return {k: thinned(v) if isinstance(v, list) and k.endswith("_factor") else v for k, v in scaling.items()}
 
 
 def _heads_around(key: str, config: Mapping[str, Any]) -> int | None:

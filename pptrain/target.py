@@ -144,7 +144,7 @@ def of_type(name: str, num_layers: int | None = None) -> Target:
         return invented_model(_module(name), count)
 
     # Not before it is built: what a module needs may not be installed, and that is a verdict.
-    count = cache(lambda: num_layers or _layers_to_show(make, _DEPTH))
+    count = cache(lambda: num_layers or len(_layers_to_show(lambda layers: make(len(layers)), _DEPTH)))
     return Target(name, lambda: make(count()))
 
 
@@ -191,11 +191,11 @@ def _from_config(
         made_up: Makes a model of the same kind with made-up values, if there is a way.
     """
 
-    def make(count: int) -> nn.Module:
-        return build(shrunk(deepcopy(config), count))
+    def make(layers: Sequence[int]) -> nn.Module:
+        return build(shrunk(deepcopy(config), layers))
 
-    def quantized(count: int) -> nn.Module:
-        model = make(count)
+    def quantized(layers: Sequence[int]) -> nn.Module:
+        model = make(layers)
         with suppress(Exception):  # of which the variant that quantizes will say what it is
             Target(name, lambda: model, config).quantize(model)
         return model
@@ -209,21 +209,23 @@ def _from_config(
     if full_size:
         return Target(name, real, config, is_full_size=True)
     known = count_layers_within(config)
-    show = quantized if "quantization" in config else make
-    count = num_layers or min(_layers_to_show(show, known or _DEPTH), known or _DEPTH)
-    refuse_misread(name, lambda: make(count), count, known)
-    refuse_misshapen(name, lambda: make(count), real)
-    return Target(name, lambda: make(count), config, real=real)
+    depth, is_quantized = known or _DEPTH, "quantization" in config
+    layers = range(num_layers) if num_layers else _layers_to_show(quantized if is_quantized else make, depth)[:depth]
+    if is_quantized:  # by names with numbers of layers, which stay what they are
+        layers = range(len(layers))
+    refuse_misread(name, lambda: make(layers), len(layers), known)
+    refuse_misshapen(name, lambda: make(layers), real)
+    return Target(name, lambda: make(layers), config, real=real)
 
 
-def _layers_to_show(make: Callable[[int], nn.Module], depth: int) -> int:
-    """As many layers as show the pattern that a model has at some depth."""
+def _layers_to_show(make: Callable[[Sequence[int]], nn.Module], depth: int) -> Sequence[int]:
+    """The layers that show the pattern that a model has at some depth."""
     try:
         with kept_random_state():
-            return layers_to_show(kinds_of(make(depth)))
+            return layers_to_show(kinds_of(make(range(depth))))
     except Exception:
         # A model's own code may raise anything, and will again with few layers, where it is looked at.
-        return FEWEST
+        return range(FEWEST)
 
 
 def is_class(text: str) -> bool:

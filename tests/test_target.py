@@ -259,13 +259,13 @@ def test_a_large_config_of_mlx_lm_is_refused_too(tmp_path):
     ],
 )
 def test_ratios_of_heads_are_kept_by_every_name(all_of_them, part, real, tiny):
-    small = shrunk({all_of_them: real[0], part: real[1], "num_layers": 9}, 4)
+    small = shrunk({all_of_them: real[0], part: real[1], "num_layers": 9}, range(4))
     assert (small[all_of_them], small[part]) == tiny
 
 
 def test_heads_of_the_config_around_count_for_a_part_of_it():
     whole = {"n_heads": 48, "attn_config": {"kv_n_heads": 8}, "text_config": {"n_heads": 8, "kv_n_heads": 8}}
-    assert shrunk(whole, 4) == {
+    assert shrunk(whole, range(4)) == {
         "n_heads": 4,
         "attn_config": {"kv_n_heads": 2},
         "text_config": {"n_heads": 4, "kv_n_heads": 4},
@@ -274,7 +274,7 @@ def test_heads_of_the_config_around_count_for_a_part_of_it():
 
 def test_sliding_windows_have_heads_of_their_own():
     heads = {"num_attention_heads": 40, "num_key_value_heads": 2, "num_swa_attention_heads": 20}
-    small = shrunk({**heads, "num_swa_key_value_heads": 20}, 4)
+    small = shrunk({**heads, "num_swa_key_value_heads": 20}, range(4))
     assert list(small.values()) == [4, 2, 4, 4]
 
 
@@ -440,3 +440,45 @@ def test_weights_that_mlx_lm_does_not_train_on_are_tried_as_such_but_not_quantiz
     config = {**LLAMA, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     assert main(["validate", str(written(tmp_path, config)), "--quick", "--layers", "2,2"]) == 0
     assert "(not tried: qlora)" in capsys.readouterr().out
+
+
+# -- what shrinking keeps ----------------------------------------------------------------------------------------------
+
+BY_LAYER = {"num_hidden_layers": 8, "num_attention_heads": 32, "hidden_size": 1024}
+
+
+def test_layers_that_are_left_out_in_the_middle_leave_the_numbers_of_the_others():
+    real = {**BY_LAYER, "limits": [0, 0, 0, 0, 0, 0, 7, 9], "dense_layers": [0, 6], "moe_layers": [1, 2, 5, 7, -1]}
+    real["kinds"] = {"linear_layers": [1, 2, 3, 5, 6], "full_layers": [4, 8]}  # which count from one
+    small = shrunk(real, [0, 1, 6, 7])
+    assert (small["num_hidden_layers"], small["limits"]) == (4, [0, 0, 7, 9])
+    assert (small["dense_layers"], small["moe_layers"]) == ([0, 2], [1, 3, -1])
+    assert small["kinds"] == {"linear_layers": [1, 2], "full_layers": [4]}
+
+
+def test_only_a_string_that_is_a_pattern_is_cut_by_layers():
+    real = {**BY_LAYER, "topk_method": "noaux_tc", "hybrid_override_pattern": "MEM*MEM-"}
+    small = shrunk(real, [0, 1, 6, 7])
+    assert (small["topk_method"], small["hybrid_override_pattern"]) == ("noaux_tc", "MEM-")
+
+
+def test_sizes_by_layer_are_shrunk_and_stay_different():
+    real = {**BY_LAYER, "intermediate_size": [4096, 8192] * 4, "moe_topk": [8] * 8, "num_kv_heads": [3] * 8}
+    real["block_configs"] = [{"attention": {"n_heads_in_group": 8}, "ffn": {"ffn_mult": 2.5}}] * 8
+    small = shrunk(real, range(4))
+    assert (small["intermediate_size"], small["moe_topk"]) == ([64, 96, 64, 96], [2] * 4)
+    assert small["block_configs"] == [{"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 2.5}}] * 4
+    assert small["num_kv_heads"] == [3] * 4, "which go with the others of the same layer"
+
+
+def test_the_same_part_of_the_layers_shares_keys_and_values():
+    shared = [shrunk({**BY_LAYER, "num_kv_shared_layers": n}, range(4))["num_kv_shared_layers"] for n in (0, 1, 4, 8)]
+    assert shared == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("own", "count"), [({}, 8), ({"head_dim": 128}, 2), ({"qk_rope_head_dim": 16}, 16)])
+def test_a_scaling_s_factors_are_as_many_as_there_are_frequencies(own, count):
+    factors = [1.0 + i for i in range(16)]
+    real = {**BY_LAYER, **own, "rope_scaling": {"type": "longrope", "short_factor": factors, "factor": 4.0}}
+    scaling = shrunk(real, range(4))["rope_scaling"]
+    assert scaling == {"type": "longrope", "short_factor": factors[:: 16 // count], "factor": 4.0}

@@ -176,23 +176,26 @@ def test_every_cut_is_tried_up_to_8_layers_and_some_are_drawn_above():
 
 
 @pytest.mark.parametrize(
-    ("kinds", "needed"),
+    ("kinds", "shown"),
     [
-        ("a" * 24, 4),
-        ("ab" * 12, 4),
-        ("aaab" * 6, 8),
-        ("a" + "b" * 23, 4),  # dense first, then experts
-        ("a" + "bc" * 11 + "b", 6),  # ends in the middle of a period, and so does the tiny one
-        ("abc" * 8 + "dd", 8),
-        ("aaaaab" * 4, 12),
-        ("aaaaaaab" * 4, 16),
-        ("aaaaaaaaaab" * 4, 16),  # more than is tried
-        ("abcdefghijk", 11),
-        ("ab", 4),
+        ("a" * 24, "aaaa"),
+        ("ab" * 12, "abab"),
+        ("aaab" * 6, "aaab" * 2),
+        ("a" + "b" * 23, "abbb"),  # dense first, then experts
+        ("a" + "bc" * 11 + "b", "abcbcb"),  # ends in the middle of a period, and so does the tiny one
+        ("abc" * 8 + "dd", "abcabcdd"),
+        ("abc" * 8 + "add", "abcabcadd"),
+        ("a" * 22 + "bc", "aabc"),
+        ("aaaaaabbbbbbbbbcc", "aaaaaabbcc"),
+        ("aaaaab" * 4, "aaaaab" * 2),
+        ("aaaaaaab" * 4, "aaaaaaab" * 2),
+        ("aaaaaaaaaab" * 4, "aaaaaaaaaabaaaaa"),  # more than is tried
+        ("abcdefghijk", "abcdefghijk"),
+        ("ab", "ab"),
     ],
 )
-def test_so_many_layers_show_the_pattern_twice_and_what_is_around_it_once(kinds, needed):
-    assert layers_to_show(kinds) == needed
+def test_the_layers_to_show_have_the_pattern_twice_and_what_is_around_it_once(kinds, shown):
+    assert "".join(kinds[layer] for layer in layers_to_show(kinds)) == shown
 
 
 @pytest.mark.parametrize(
@@ -232,7 +235,7 @@ def test_shrinking_keeps_patterns_ratios_and_scalings():
         "attention_multiplier": 0.015625,
         "tie_word_embeddings": True,
     }
-    small = shrunk(real, 4)
+    small = shrunk(real, range(4))
     assert small["num_hidden_layers"] == 4
     assert small["layer_types"] == ["sliding_attention", "full_attention"] * 2
     assert small["full_attn_idxs"] == [1, 3]
