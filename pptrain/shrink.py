@@ -97,6 +97,9 @@ _SHARING = re.compile(r"num_kv_reuse_layers|num_kv_shared_layers")
 """Numbers of layers that share something with others: in a real config the same part of all stays."""
 
 
+_ROTARY = ("rope_scaling", "rope_parameters")
+"""What configs say of the rotary embedding, which stays but for what is as long as a head is wide."""
+
 _HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads")
 
 _PARTS_OF_HEADS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -200,10 +203,9 @@ def shrunk(config: Mapping[str, Any], layers: Sequence[int], around: Mapping[str
     first = _first_number(config, real)
     tiny = {key: _shrunk(key, value, known, real, kept, first) for key, value in config.items()}
     before, after = _rotated(known), _rotated({**known, **tiny})
-    if before and after:
-        for key in ("rope_scaling", "rope_parameters"):
-            tiny |= {key: _with_factors(tiny[key], after / before)} if isinstance(tiny.get(key), Mapping) else {}
-    return tiny
+    if not before or not after:
+        return tiny
+    return {key: _with_factors(value, after / before) if key in _ROTARY else value for key, value in tiny.items()}
 
 
 def count_layers_of(config: Mapping[str, Any]) -> int | None:
@@ -218,15 +220,15 @@ def count_layers_within(config: Mapping[str, Any]) -> int | None:
     return count_layers_of(config) or next((count for count in inside if count), None)
 
 
-def with_defaults(config: Mapping[str, Any], arguments_of: Callable[[object], type | None]) -> Config:
+def with_defaults(config: Mapping[str, Any], arguments_of: Callable[[Mapping[str, Any]], type | None]) -> Config:
     """A config with the whole numbers that are defaults of its argument class, so that they are shrunk as well.
 
     Args:
         config: It and what it holds have them by their own model types.
-        arguments_of: The argument class by a model type; None if there is none.
+        arguments_of: The argument class of a config; None if there is none.
     """
     given = {k: with_defaults(v, arguments_of) if isinstance(v, Mapping) else v for k, v in config.items()}
-    arguments = arguments_of(config.get("model_type"))
+    arguments = arguments_of(config)
     known = LAYER_FIELDS if count_layers_within(config) else ()
     fields = dataclasses.fields(arguments) if arguments and dataclasses.is_dataclass(arguments) else ()
     defaults = {field.name: field.default for field in fields if type(field.default) is int}
@@ -235,7 +237,7 @@ def with_defaults(config: Mapping[str, Any], arguments_of: Callable[[object], ty
 
 def _shrunk(key: str, value: Any, config: Mapping[str, Any], real: int | None, kept: Sequence[int], first: int) -> Any:
     if isinstance(value, Mapping):
-        return shrunk(value, kept, config) if key != "rope_scaling" else value
+        return value if key in _ROTARY else shrunk(value, kept, config)
     if isinstance(value, str) and real == len(value) and "pattern" in key:
         return "".join(value[layer] for layer in kept)
     if isinstance(value, list) and real == len(value):
@@ -250,6 +252,8 @@ def _shrunk(key: str, value: Any, config: Mapping[str, Any], real: int | None, k
     if heads is not None:
         return _tiny_part(value, heads)
     tiny = _tiny(key, value, len(kept))
+    if key.endswith("head_dim") and isinstance(part := config.get("partial_rotary_factor"), float):
+        tiny = next((width for width in range(tiny, value, 8) if int(width * part) % 2 == 0), value)
     return value if not isinstance(tiny, int) else min(tiny, value)
 
 
@@ -284,14 +288,14 @@ def _rotated(config: Mapping[str, Any]) -> float | None:
     return width or (hidden / heads if hidden and heads else None)
 
 
-def _with_factors(scaling: Mapping[str, Any], ratio: float) -> Config:
+def _with_factors(scaling: Any, ratio: float, name: str = "") -> Any:
     """A rotary embedding's scaling, with the factors for each of its frequencies thinned out."""
-
-    def thinned(factors: list[Any]) -> list[Any]:
-        count = round(len(factors) * ratio)
-        return [factors[i * len(factors) // count] for i in range(count)]
-
-    return {k: thinned(v) if isinstance(v, list) and k.endswith("_factor") else v for k, v in scaling.items()}
+    if isinstance(scaling, Mapping):
+        return {key: _with_factors(value, ratio, key) for key, value in scaling.items()}
+    if not isinstance(scaling, list) or not name.endswith("_factor"):
+        return scaling
+    count = round(len(scaling) * ratio)
+    return [scaling[i * len(scaling) // count] for i in range(count)]
 
 
 def _heads_around(key: str, config: Mapping[str, Any]) -> int | None:

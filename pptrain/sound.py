@@ -60,8 +60,8 @@ def refuse_misread(name: str, make: Make, num_layers: int, said: int | None) -> 
     if found and found != num_layers:
         raise ConfigError(
             f"[target] {name} has {found} layers where {num_layers} were asked for: its config says "
-            f"{said or 'by no known name how many'}. Expected one of {', '.join(LAYER_FIELDS)}, and no more asked for "
-            "than there are. Name it so, or try the config as it is with --full-size."
+            f"{said or 'by no known name how many'}. Expected one of {', '.join(LAYER_FIELDS)}, lists by layer as "
+            "long, and no more asked for than there are. Correct it, or try the config as it is with --full-size."
         )
     if size > TINY:
         raise ConfigError(

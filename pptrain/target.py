@@ -24,7 +24,7 @@ from urllib.request import getproxies
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
-from mlx_lm.utils import MODEL_REMAPPING
+from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
 from pptrain.errors import ConfigError
 from pptrain.invent import invented_model
@@ -149,15 +149,17 @@ def of_type(name: str, num_layers: int | None = None) -> Target:
 
 
 def _of_config(name: str, config: Config, num_layers: int | None, full_size: bool) -> Target:
-    if "model_type" not in config:
-        raise ConfigError(f"[target] The config of {name} has no model_type. Expected one. Add it.")
+    model_type = _type_of(config)
+    if not isinstance(model_type, str):
+        said = "no model_type" if model_type is None else f"{model_type!r} as its model_type"
+        raise ConfigError(f"[target] The config of {name} has {said}. Expected one, as `llama`. Add it.")
     try:
-        module = _module(str(config["model_type"]))
+        module = _module(model_type)
     except ImportError:  # of what it needs, which is a verdict
-        return replace(of_type(str(config["model_type"])), name=name)
+        return replace(of_type(model_type), name=name)
     if not hasattr(module, "Model"):
         raise ConfigError(
-            f"[target] {name} says model_type {config['model_type']!r}, which is a part of mlx-lm and no model. "
+            f"[target] {name} says model_type {model_type!r}, which is a part of mlx-lm and no model. "
             "Expected the model_type of a model. Correct it."
         )
     return _from_config(
@@ -170,10 +172,19 @@ def _of_config(name: str, config: Config, num_layers: int | None, full_size: boo
     )
 
 
-def _arguments_of(model_type: object) -> type | None:
-    """The argument class of a module of mlx-lm by its model type; None if there is none."""
+def _type_of(config: Mapping[str, Any]) -> Any:
+    """The model type that a config says, or that mlx-lm takes for its architecture."""
+    model_type, architectures = config.get("model_type"), config.get("architectures") or ()
+    types: Mapping[tuple[str, Any], str] = MODEL_ARCHITECTURE_REMAPPING
+    names = [architectures] if isinstance(architectures, str) else architectures
+    return next((found for name in names if (found := types.get((str(model_type), name)))), model_type)
+
+
+def _arguments_of(config: Mapping[str, Any]) -> type | None:
+    """The argument class of a config's module of mlx-lm; None if there is none."""
+    name = str(_type_of(config))
     with suppress(ImportError, ConfigError):
-        return getattr(_module(str(model_type)), "ModelArgs", None) if _is_type(str(model_type)) else None
+        return getattr(_module(name), "ModelArgs", None) if _is_type(name) else None
     return None
 
 

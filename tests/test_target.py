@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from mlx_lm.models import bailing_hybrid
 from processes import free_ports
 
 from pptrain.cli import main
 from pptrain.errors import ConfigError
-from pptrain.shrink import shrunk
+from pptrain.shrink import shrunk, tiny_config
 from pptrain.target import find_target
 
 LLAMA = {
@@ -476,9 +477,38 @@ def test_the_same_part_of_the_layers_shares_keys_and_values():
     assert shared == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize(("own", "count"), [({}, 8), ({"head_dim": 128}, 2), ({"qk_rope_head_dim": 16}, 16)])
-def test_a_scaling_s_factors_are_as_many_as_there_are_frequencies(own, count):
+def test_a_scaling_s_factors_are_as_many_as_there_are_frequencies(own, count, where):
     factors = [1.0 + i for i in range(16)]
-    real = {**BY_LAYER, **own, "rope_scaling": {"type": "longrope", "short_factor": factors, "factor": 4.0}}
-    scaling = shrunk(real, range(4))["rope_scaling"]
-    assert scaling == {"type": "longrope", "short_factor": factors[:: 16 // count], "factor": 4.0}
+    real = {**BY_LAYER, **own, "num_hidden_layers": 16}
+    real[where] = {"full_attention": {"type": "longrope", "short_factor": factors}, "mrope_section": [4, 6, 6]}
+    thinned = factors[:: 16 // count]
+    assert shrunk(real, range(4))[where] == {
+        "full_attention": {"type": "longrope", "short_factor": thinned},
+        "mrope_section": [4, 6, 6],
+    }
+
+
+@pytest.mark.parametrize(("part", "width"), [(0.334, 24), (0.5, 16), (1.0, 16), (0.3, 16)])
+def test_the_part_of_a_head_that_rotates_is_even(part, width):
+    small = shrunk({**BY_LAYER, "head_dim": 192, "partial_rotary_factor": part}, range(4))
+    assert (small["head_dim"], int(small["head_dim"] * part) % 2) == (width, 0)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "module"),
+    [(["Other", "BailingMoeV3ForCausalLM"], "moe_v3"), ("BailingMoeV3ForCausalLM", "moe_v3"), ([], "hybrid")],
+)
+def test_an_architecture_may_decide_which_model_it_is_as_for_mlx_lm(architectures, module, tmp_path):
+    config = tiny_config(bailing_hybrid, bailing_hybrid.ModelArgs, 4, {"hidden_act": "silu"})
+    path = written(tmp_path, {**config, "model_type": "bailing_hybrid", "architectures": architectures})
+    assert type(find_target(str(path)).build()).__module__ == f"mlx_lm.models.bailing_{module}"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"), [(None, "no model_type"), (5, "5 as its model_type"), (["x"], r"\['x'\] as its model_type")]
+)
+def test_a_model_type_is_a_string(model_type, said, tmp_path):
+    with pytest.raises(ConfigError, match=rf"its.json has {said}. Expected one, as `llama`"):
+        find_target(str(written(tmp_path, {**LLAMA, "model_type": model_type})))
