@@ -32,7 +32,7 @@ def layers_to_show(kinds: Sequence[Hashable]) -> list[int]:
         for start, stop in _runs(same):
             repeated = stop - start + period
             left_out = max(0, min(repeated // period - 2, (total - FEWEST) // period)) * period
-            if repeated >= 3 * period and total - left_out < len(shown):
+            if total - left_out < len(shown):
                 end = start + repeated - left_out
                 shown = [*range(end), *range(end + left_out, total)]
     return shown if len(shown) <= MOST else shown[:MOST]

@@ -265,9 +265,9 @@ def _renumbered(numbers: Sequence[Any], kept: Sequence[int], first: int) -> list
 
 
 def _first_number(config: Mapping[str, Any], real: int | None) -> int:
-    """What its lists of layer numbers count from: one where they, together, name a layer so many and none zero."""
+    """What its lists of layer numbers count from: one where they name a layer so many, else zero."""
     lists = [value for key, value in config.items() if key.endswith("layers") and isinstance(value, list)]
-    return int(any(real in numbers for numbers in lists) and not any(0 in numbers for numbers in lists))
+    return int(any(real in numbers for numbers in lists))
 
 
 def _for_layers(key: str, values: Any, config: Mapping[str, Any], kept: Sequence[int]) -> Any:

@@ -2,15 +2,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import make_dataclass
 from pathlib import Path
 
+import mlx.nn as nn
 import pytest
 from mlx_lm.models import bailing_hybrid
 from processes import free_ports
 
 from pptrain.cli import main
 from pptrain.errors import ConfigError
-from pptrain.shrink import shrunk, tiny_config
+from pptrain.shrink import shrunk, tiny_config, with_defaults
+from pptrain.sound import refuse_broken
 from pptrain.target import find_target
 
 LLAMA = {
@@ -325,7 +328,19 @@ def test_a_config_of_which_no_model_can_be_made_is_a_mistake_and_no_verdict(brok
 def test_a_config_of_a_module_that_fails_with_any_values_is_a_verdict(model_type, tmp_path, capsys):
     config = written(tmp_path, {**LLAMA, "model_type": model_type, "rope_theta": 10000.0})
     assert main(["validate", str(config), "--quick"]) == 0
-    assert "fails on one device" in capsys.readouterr().out
+    assert "its.json fails on one device" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_model_that_evaluates_with_its_config_only_is_not_refused():
+    """mlx-lm trains it where nothing is compiled, and the verdict says so."""
+
+    class Evaluating(nn.Module):
+        def __call__(self, tokens):
+            return tokens + tokens.sum().item()
+
+    refuse_broken("it", Evaluating, nn.Identity)
+    with pytest.raises(ConfigError, match=r"it makes no model: .*AttributeError"):
+        refuse_broken("it", nn.Module, nn.Identity)
 
 
 def test_a_class_that_cannot_be_made_from_its_config_is_a_mistake(own, tmp_path):
@@ -343,6 +358,15 @@ def test_sizes_that_a_config_leaves_to_its_model_are_shrunk_too(tmp_path):
     small = (args.vocab_size, args.hidden_size, args.intermediate_size, args.num_attention_heads, args.head_dim)
     assert (small, args.num_key_value_heads, args.sliding_window) == ((96, 64, 96, 4, 16), 1, 4)
     assert args.query_pre_attn_scalar == 256, "no size"
+
+
+@pytest.mark.parametrize("said", [{"n_layers": 6}, {"text_config": {"num_hidden_layers": 6}}])
+def test_a_default_number_of_layers_does_not_count_beside_that_of_the_config(said):
+    arguments = make_dataclass(
+        "Arguments", [("num_layers", int, 24), ("vocab_size", int, 9000), ("is_tied", bool, True)]
+    )
+    whole = with_defaults({"model_type": "x", **said}, lambda config: {"x": arguments}.get(config.get("model_type")))
+    assert whole == {"model_type": "x", "vocab_size": 9000, **said}
 
 
 def test_a_number_of_layers_that_is_a_default_counts(tmp_path):
@@ -425,6 +449,18 @@ def test_a_pattern_of_bits_gets_the_layers_to_show_it(tmp_path):
     assert bits_of(target) == [4, 4, 6] * 2
 
 
+def test_layers_that_a_quantization_names_are_those_of_the_config(tmp_path):
+    """Else the last two would be among them, with the numbers of others."""
+    kinds = ["full_attention"] + ["sliding_attention"] * 27 + ["full_attention"] * 2
+    config = {**LLAMA, "layer_types": kinds, "sliding_window": 512}
+    full = [not layer.use_sliding for layer in find_target(str(written(tmp_path, config))).build().layers]
+    assert full == [True, False, False, True, True]
+    high = {"model.layers.2.mlp.down_proj": {"group_size": 64, "bits": 6}}
+    target = find_target(str(written(tmp_path, {**config, "quantization": {**WIDE, **high}})))
+    assert bits_of(target) == [4, 4, 6, 4, 4, 4, 4]
+    assert [layer.use_sliding for layer in target.build().layers] == [False] + [True] * 6
+
+
 def test_a_verdict_names_what_is_quantized_otherwise_than_the_config_says(tmp_path, capsys):
     config, verdicts = written(tmp_path, {**LLAMA, "quantization": WIDE}), tmp_path / "verdicts.json"
     options = ["--quick", "--layers", "2,2", "--json", str(verdicts)]
@@ -469,6 +505,7 @@ def test_sizes_by_layer_are_shrunk_and_stay_different():
     small = shrunk(real, range(4))
     assert (small["intermediate_size"], small["moe_topk"]) == ([64, 96, 64, 96], [2] * 4)
     assert small["block_configs"] == [{"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 2.5}}] * 4
+    assert shrunk({**BY_LAYER, "intermediate_size": [16, 8192] * 4}, range(2))["intermediate_size"] == [16, 96]
     assert small["num_kv_heads"] == [3] * 4, "which go with the others of the same layer"
 
 
@@ -504,6 +541,12 @@ def test_an_architecture_may_decide_which_model_it_is_as_for_mlx_lm(architecture
     config = tiny_config(bailing_hybrid, bailing_hybrid.ModelArgs, 4, {"hidden_act": "silu"})
     path = written(tmp_path, {**config, "model_type": "bailing_hybrid", "architectures": architectures})
     assert type(find_target(str(path)).build()).__module__ == f"mlx_lm.models.bailing_{module}"
+
+
+def test_what_a_config_leaves_to_its_architecture_s_model_is_shrunk(tmp_path):
+    config = {"model_type": "bailing_hybrid", "architectures": ["BailingMoeV3ForCausalLM"]}
+    args = find_target(str(written(tmp_path, config))).build().args
+    assert (args.hidden_size, args.vocab_size, args.num_hidden_layers < 24) == (64, 96, True)
 
 
 @pytest.mark.parametrize(
